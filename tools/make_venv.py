@@ -40,6 +40,7 @@ VENV_PYTHON = os.path.join(
 # Written as "unfinished" before the first step and with what was installed after the last one:
 # a .venv that was interrupted half way is told from a finished one by this file alone.
 RECORD = os.path.join(VENV, "ddp_teach-setup.json")
+LOG = os.path.join(VENV, "ddp_teach-setup.log")
 
 UNREACHABLE = (
     "Failed to establish a new connection",
@@ -197,12 +198,13 @@ def run(command):
             "The package index can't be reached, so .venv is not ready: is the network on?\n"
             "Then run the same command again; behind a proxy, set HTTPS_PROXY first."
         )
+    with open(LOG, "w") as file:
+        file.write(errors)
     lines = [line for line in errors.splitlines() if line.strip()]
     lines = [line for line in lines if line.lower().startswith("error")] or lines
     raise SetupError(
-        "Setting up .venv failed: {0}\n(the command was: {1})".format(
-            lines[-1] if lines else "exit status {0}".format(process.returncode),
-            " ".join(shlex.quote(word) for word in command),
+        "Setting up .venv failed: {0}\nMore is in {1}.".format(
+            lines[-1] if lines else "exit status {0}".format(process.returncode), LOG
         )
     )
 
