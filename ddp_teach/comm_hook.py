@@ -1,0 +1,73 @@
+"""Communication hooks: let the user decide what happens to a full bucket instead of an all-reduce.
+
+Works with the hooks that torch ships (``torch.distributed.algorithms.ddp_comm_hooks``: all-reduce,
+fp16 and bf16 compression, PowerSGD, post-local SGD) and with any ``hook(state, bucket) -> Future``.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_teach.buckets import Bucket
+
+
+class GradBucket:
+    """What a hook is given; the methods of ``torch.distributed.GradBucket``, which cannot be made
+    in Python. ``position`` counts from 1 to ``of``, in launch order."""
+
+    def __init__(self, bucket: Bucket, position: int, of: int):
+        self._bucket, self._position, self._of = bucket, position, of
+
+    def index(self) -> int:
+        """The bucket's place in launch order, from 0."""
+        return self._position - 1
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of this backward pass."""
+        return self._position == self._of
+
+    def buffer(self) -> Tensor:
+        """The flat tensor with the gradients of this rank, not yet divided."""
+        return self._bucket.flat
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the contents of the flat tensor."""
+        self._bucket.flat.copy_(buffer)
+
+    def gradients(self) -> list[Tensor]:
+        """Views into the flat tensor, one per parameter, each in its parameter's shape."""
+        return list(self._bucket.views)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order in which they lie in the flat tensor."""
+        return list(self._bucket.params)
+
+
+def copy_result(result: Tensor | list[Tensor], bucket: Bucket) -> None:
+    """Put what the hook's future held into the bucket, if it is not there already."""
+    result = result[0] if isinstance(result, list | tuple) else result
+    if result is bucket.flat:
+        return
+    if result.is_sparse:
+        bucket.flat = result
+    elif result.data_ptr() != bucket.flat.data_ptr() or result.dtype != bucket.flat.dtype:
+        with torch.no_grad():
+            bucket.flat.copy_(result.view(bucket.flat.shape))
+
+
+def check_hook(hook: Callable) -> None:
+    """Raise ``TypeError`` or ``ValueError``, as torch does, if ``hook`` cannot be a hook."""
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable, got {hook!r}.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    future = torch.futures.Future[torch.Tensor]
+    if signature.return_annotation not in (inspect.Signature.empty, future):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        )
