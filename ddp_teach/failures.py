@@ -7,23 +7,33 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ddp_teach.rank import WHERE
 
 if TYPE_CHECKING:
-    from ddp_teach.launch import Rank
+    from ddp_teach.rank_process import RankProcess
 
-LIBRARIES = tuple(
-    {str(Path(torch.__file__).parent), str(Path(__file__).parent)}
-    | {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+Frame = tuple[str, int, str]  # file name, line number, function name
+
+ANSWER_LIMIT = 1.0  # seconds for a rank to say where it stands, or for a first cause to show up
+# Whose lines a reader did not write: torch, this package, Python and what is installed in it.
+LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen ",
 )
 
 
 class LaunchError(RuntimeError):
-    """A rank failed. ``rank``: which one; ``exitcode``: of its process; ``traceback``: all of it."""
+    """A rank failed, and the launch was ended.
+
+    ``rank`` is the one that failed first; ``exitcode`` that of its process, negative for a signal;
+    ``traceback`` the whole traceback as text, where there is one.
+    """
 
     def __init__(
         self,
@@ -36,92 +46,102 @@ class LaunchError(RuntimeError):
         self.rank, self.exitcode, self.traceback = rank, exitcode, traceback
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message alone."""
+        """What a notebook shows instead of the launching process's own traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class LaunchTimeout(LaunchError, TimeoutError):
-    """The ranks took longer than ``timeout``."""
+    """Time was up before all ranks had returned; the launch was ended.
+
+    ``rank`` and ``exitcode`` are ``None``; ``traceback`` has the whole stack of every rank.
+    """
 
 
-def first_failure(ranks: list["Rank"]) -> LaunchError:
-    """The error for the rank that failed first, not for those that only lost their connection."""
-    until = time.monotonic() + 1.0
+def first_failure(ranks: list["RankProcess"]) -> LaunchError:
+    """The error for the rank that failed first.
+
+    A rank that only lost its connection to another one has no say if that one failed as well.
+    """
+    until = time.monotonic() + ANSWER_LIMIT
     while True:
         for rank in ranks:
             rank.listen()
-        failures = [failure(rank) for rank in ranks if rank.died and not rank.returned]
-        first = min(failures, key=lambda f: (f["lost_connection"], f["time"]))
-        if not first["lost_connection"] or time.monotonic() > until:
-            return LaunchError(
-                first["message"], first["rank"], first["exitcode"], first["traceback"]
-            )
+        failures = [failure(rank) for rank in ranks if rank.died is not None]
+        lost_connection, _, error = min(failures, key=lambda f: f[:2])
+        if not lost_connection or time.monotonic() > until:
+            return error
         time.sleep(0.01)
 
 
-def failure(rank: "Rank") -> dict[str, Any]:
+def failure(rank: "RankProcess") -> tuple[bool, float, LaunchError]:
+    """Whether a dead rank had only lost its connection, when it failed, and its error."""
     code = rank.process.exitcode
+    name = f"rank {rank.number}"
     if rank.file("failure").exists():
-        record = pickle.loads(rank.file("failure").read_bytes())
-        record["message"] = f"rank {rank.number} raised {record['what']}" + stack(record["frames"])
+        told = pickle.loads(rank.file("failure").read_bytes())
+        message = f"{name} raised {told['error']}{stack(told['frames'])}"
+        error = LaunchError(message, rank.number, code, told["traceback"])
+        return told["lost_connection"], told["time"], error
+    if code < 0:
+        message = f"{name} was ended by {signal_name(-code)}"
     else:
-        end = f"exited with code {code} before it returned"
-        if code is not None and code < 0:
-            end = f"was ended by {signal_name(-code)}"
-        crash = rank.file("crash")
-        record = {"time": rank.died, "lost_connection": False}
-        record["message"] = f"rank {rank.number} {end}"
-        record["traceback"] = crash.read_text() if crash.exists() else ""
-    return record | {"rank": rank.number, "exitcode": code}
+        message = f"{name} exited with code {code} before its function returned"
+    crash = rank.file("crash").read_text() if rank.file("crash").exists() else ""
+    return False, rank.died, LaunchError(message, rank.number, code, crash)
 
 
 def signal_name(number: int) -> str:
+    """SIGKILL for 9, and so on."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def standings(ranks: list["Rank"], seconds: float) -> LaunchTimeout:
+def out_of_time(ranks: list["RankProcess"], seconds: float) -> LaunchTimeout:
     """The error for a launch whose time is up: where every rank stands."""
     for rank in ranks:
-        if not rank.returned:
-            rank.connection.send_bytes(WHERE)
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until and any(not r.returned and not r.standing for r in ranks):
+        rank.ask(WHERE)
+    until = time.monotonic() + ANSWER_LIMIT
+    while any(r.stands is None and not r.returned for r in ranks) and time.monotonic() < until:
         time.sleep(0.01)
         for rank in ranks:
             rank.listen()
-    lines = [f"not all ranks returned within {seconds:g} s:"]
-    lines += [f"rank {rank.number} {standing(rank)}" for rank in ranks]
-    return LaunchTimeout("\n".join(lines))
+    message = f"not all ranks returned within {seconds:g} seconds"
+    return LaunchTimeout(
+        "\n".join([message, *(f"rank {r.number} {standing(r)}" for r in ranks)]),
+        traceback="\n".join(
+            f"rank {r.number}{stack(r.stands['frames'], whole=True)}" for r in ranks if r.stands
+        ),
+    )
 
 
-def standing(rank: "Rank") -> str:
+def standing(rank: "RankProcess") -> str:
+    """Where a rank stands: its answer, or that there is none."""
     if rank.returned:
         return "has returned"
-    if rank.standing is None:
-        return "does not answer: it is stopped, or busy outside Python"
-    text = "is here:" if rank.running else "is still starting:"
-    if rank.standing["waits_for"]:
-        text = f"waits for {rank.standing['waits_for']}:"
-    return text + stack(rank.standing["frames"])
+    if rank.stands is None:
+        return "gives no answer: it is stopped, or held up outside Python"
+    state = "is running" if rank.running else "is still starting"
+    waits_for = rank.stands["waits_for"]
+    state = f"waits for {waits_for}" if waits_for else state
+    return state + stack(rank.stands["frames"])
 
 
-def stack(frames: list[tuple[str, int, str]]) -> str:
-    """The reader's own part of a stack, as in a traceback; all of it if there is none."""
-    own = [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<frozen"))]
+def stack(frames: list[Frame], whole: bool = False) -> str:
+    """The reader's own part of a stack, outermost call first; all of it if none is the reader's."""
+    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
     text = ""
-    for filename, number, function in own or frames:
-        text += f"\n  {place(filename)}, line {number}, in {function}"
+    for filename, number, function in frames if whole else own or frames[-1:]:
+        file = filename if whole else short_name(filename)
         source = linecache.getline(filename, number).strip()
-        text += f"\n    {source}" if source else ""
+        text += f"\n  {file}, line {number}, in {function}" + (f"\n    {source}" if source else "")
     return text
 
 
-def place(filename: str) -> str:
-    """A notebook cell by its number, a file by its name: never a path of this machine."""
+def short_name(filename: str) -> str:
+    """A notebook cell by its number, a file by its name: no path of this machine."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    label = shell.compile.format_code_name(filename) if shell else None
-    return " ".join(label) if label else Path(filename).name
+    cell = shell.compile.format_code_name(filename) if shell else None
+    return " ".join(cell) if cell else Path(filename).name

@@ -1,31 +1,36 @@
-"""Run a function on several ranks, from a notebook, a script or torchrun."""
+"""Run a function on several ranks, from a notebook, a script or torchrun.
+
+def total():
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+launch(total, nprocs=2)  # [3.0, 3.0]
+"""
 
 import atexit
 import contextlib
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
-import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_teach import rank as inside
-from ddp_teach.failures import LaunchError, LaunchTimeout, first_failure, standings
-from ddp_teach.launch_arguments import check_arguments, pack_call
+from ddp_teach.call import check_arguments, loads, pack, pack_result
+from ddp_teach.failures import LaunchError, LaunchTimeout, first_failure, out_of_time
+from ddp_teach.rank import DONE, init_process_group
+from ddp_teach.rank_process import RankProcess
 
-START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-# What nearly every rank imports sooner or later; an optimizer imports torch._dynamo.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "ddp_teach.rank"]
-START_LIMIT = 60.0  # seconds until all ranks have to be running
-starting = threading.Lock()
+__all__ = ["LaunchError", "LaunchTimeout", "launch"]
+
+START_LIMIT = 60.0  # seconds until every rank runs
+TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def launch(
@@ -36,155 +41,115 @@ def launch(
     live: bool = False,
     **kwargs: Any,
 ) -> list:
-    """Run ``fn(*args, **kwargs)`` on ``nprocs`` ranks and return their results in rank order."""
+    """Run ``fn(*args, **kwargs)`` on ``nprocs`` ranks; return their results in rank order.
+
+    Every rank is a process of its own with a process group ready: ``fn`` uses
+    ``torch.distributed``, with gloo for tensors on the CPU and, where every rank can have a GPU of
+    its own, nccl for those on a GPU. ``fn`` may come from a notebook cell or a script; no
+    ``if __name__ == "__main__"`` is needed.
+
+    Arguments and results are copies. A module that is passed in is trained in the ranks, not here:
+    return what you need of it. Tensors arrive on the CPU, both ways. Every rank starts from torch's
+    default seed, the same in all of them, whatever the state here; ``fn`` may seed. Environment
+    variables and the working directory are those of this process.
+
+    What ranks print is shown when all have ended, in rank order, each line after ``[rank 0]``;
+    with ``live=True`` as it comes.
+
+    Under ``torchrun`` the same call joins the ranks that torchrun started: it runs ``fn`` on this
+    one and returns the results of all. How many ranks there are, when they are given up and where
+    their text goes is then torchrun's to decide; ``nprocs``, ``timeout`` and ``live`` have no
+    effect.
+
+    Raises:
+        LaunchError: a rank raised, exited or was killed. It tells which was first, and why.
+        LaunchTimeout: not all ranks returned within ``timeout`` seconds, counted from when all had
+            started. It tells where every rank stood.
+        TypeError, ValueError: an argument can't be used; no process was started.
+
+    In each case no rank is left running.
+    """
     check_arguments(fn, args, kwargs, nprocs, timeout, live)
-    call = pack_call(fn, args, kwargs)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return call_under_torchrun(call, nprocs)
-    folder = Path(tempfile.mkdtemp(prefix="ddp_teach-"))
-    ranks: list[Rank] = []
+    call = pack(fn, args, kwargs)
+    if os.environ.keys() >= TORCHRUN:
+        return run_under_torchrun(call, nprocs)
+    folder = Path(tempfile.mkdtemp(prefix="ddp_teach-"))  # only this user can read it
+    ranks = [RankProcess(number, folder) for number in range(nprocs)]
     try:
         (folder / "call").write_bytes(call)
         try:
-            start(ranks, nprocs, folder, timeout)
+            for rank in ranks:
+                rank.start(nprocs, timeout)
             watch(ranks, timeout, live)
         finally:
             end(ranks)
             for rank in ranks:
-                rank.print_output(everything=True)
-        return [inside.loads(rank.file("result").read_bytes()) for rank in ranks]
+                rank.print_output()
+        return [loads(rank.file("result").read_bytes()) for rank in ranks]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Rank:
-    """The launching process's view of one rank."""
-
-    def __init__(self, number: int, world_size: int, folder: Path, timeout: float):
-        self.number, self.folder = number, folder
-        self.running = self.returned = False
-        self.died: float | None = None  # when, by time.monotonic()
-        self.standing: dict | None = None
-        self.printed, self.line = 0, ""
-        self.connection, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context(START_METHOD)
-        if START_METHOD == "forkserver":
-            context.set_forkserver_preload(PRELOAD)
-        environ = dict(os.environ)
-        self.process = context.Process(
-            target=inside.main, args=(number, world_size, folder, theirs, environ, timeout)
-        )
-        with theirs, hidden_main():
-            self.process.start()
-
-    def file(self, kind: str) -> Path:
-        return self.folder / f"{self.number}.{kind}"
-
-    def listen(self) -> None:
-        """Take note of what the rank has said, and of its end."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.connection.poll():
-                message = self.connection.recv_bytes()
-                if message == inside.RUNNING:
-                    self.running = True
-                elif message == inside.RETURNED:
-                    self.returned = True
-                else:
-                    self.standing = inside.pickle.loads(message)
-        if self.died is None and not self.process.is_alive():
-            self.died = time.monotonic()
-
-    def print_output(self, everything: bool = False) -> None:
-        """Print the lines that are new; ``everything``: an unfinished last line as well."""
-        try:
-            with self.file("out").open("rb") as file:
-                file.seek(self.printed)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        if not everything:
-            data = data[: data.rfind(b"\n") + 1]
-        self.printed += len(data)
-        for line in data.decode("utf-8", "replace").splitlines():
-            print(f"[rank {self.number}] {line}".rstrip())
-
-
-def start(ranks: list[Rank], nprocs: int, folder: Path, timeout: float) -> None:
-    for number in range(nprocs):
-        ranks.append(Rank(number, nprocs, folder, timeout))
-
-
-@contextlib.contextmanager
-def hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every rank."""
-    with starting:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
-
-
-def watch(ranks: list[Rank], timeout: float, live: bool) -> None:
-    """Wait until every rank has returned; raise when one fails or time is up."""
-    now = time.monotonic()
-    deadline, started = now + START_LIMIT, False
+def watch(ranks: list[RankProcess], timeout: float, live: bool) -> None:
+    """Wait until every rank has returned; raise once one has failed or time is up."""
+    deadline, limit = time.monotonic() + START_LIMIT, START_LIMIT
+    events = [event for rank in ranks for event in (rank.connection, rank.process.sentinel)]
+    all_running = False
     while not all(rank.returned for rank in ranks):
-        busy = [rank for rank in ranks if not rank.returned]
-        left = deadline - time.monotonic()
-        waited = min(max(left, 0), 0.05 if live else 1.0)
-        connection.wait([x for r in busy for x in (r.connection, r.process.sentinel)], waited)
-        for rank in busy:
+        left = max(deadline - time.monotonic(), 0)
+        connection.wait(events, min(left, 0.05 if live else 1.0))
+        for rank in ranks:
             rank.listen()
             if live:
-                rank.print_output()
-        if any(rank.died and not rank.returned for rank in ranks):
+                rank.print_output(ended=False)
+        if any(rank.died is not None for rank in ranks):
             raise first_failure(ranks)
-        if not started and all(rank.running for rank in ranks):
-            started, deadline = True, time.monotonic() + timeout
+        if not all_running and all(rank.running for rank in ranks):
+            all_running, limit = True, timeout
+            deadline = time.monotonic() + timeout
         if time.monotonic() >= deadline and not all(rank.returned for rank in ranks):
-            raise standings(ranks, timeout if started else START_LIMIT)
+            raise out_of_time(ranks, limit)
 
 
-def end(ranks: list[Rank]) -> None:
-    """End every rank: those that have returned by themselves, the others by signals."""
-    done = all(rank.returned for rank in ranks)
+def end(ranks: list[RankProcess]) -> None:
+    """End every rank, by itself if all have returned, else by signals; leave nothing open."""
+    processes = [rank.process for rank in ranks if rank.process and rank.process.pid]
     try:
-        for rank in ranks:
-            if done:
-                with contextlib.suppress(OSError):
-                    rank.connection.send_bytes(inside.DONE)
-            else:
-                rank.process.terminate()
-        wait_until_dead(ranks, 2.0 if done else 0.5)
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-        wait_until_dead(ranks, 5.0)
+        if all(rank.returned for rank in ranks):
+            for rank in ranks:
+                rank.ask(DONE)
+        else:
+            for process in processes:
+                process.terminate()
+        join(processes, seconds=0.5)
+    finally:  # even if interrupted once more
+        for process in processes:
+            process.kill()
         for rank in ranks:
             rank.connection.close()
-            with contextlib.suppress(ValueError):
-                rank.process.close()
+            rank.theirs.close()
+        join(processes, seconds=5.0)
+        for process in processes:
+            with contextlib.suppress(ValueError):  # it lives on, in the middle of a system call
+                process.close()
 
 
-def wait_until_dead(ranks: list[Rank], seconds: float) -> None:
+def join(processes: list[multiprocessing.process.BaseProcess], seconds: float) -> None:
+    """Wait until all processes have ended, for so many seconds at most."""
     until = time.monotonic() + seconds
-    for rank in ranks:
-        rank.process.join(max(until - time.monotonic(), 0))
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
 
 
-def call_under_torchrun(call: bytes, nprocs: int) -> list:
+def run_under_torchrun(call: bytes, nprocs: int) -> list:
     """Run the call on this rank, one of those that torchrun started; return all ranks' results."""
     if not dist.is_initialized():
-        inside.join_process_group()
+        init_process_group()
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    if nprocs != dist.get_world_size() and dist.get_rank() == 0:
-        print(f"launch: torchrun started {dist.get_world_size()} ranks; nprocs={nprocs} is ignored")
-    fn, args, kwargs = inside.loads(call)
-    results = [b""] * dist.get_world_size()
-    dist.all_gather_object(results, inside.dumps_result(fn(*args, **kwargs)))
-    return [inside.loads(result) for result in results]
-
-
-__all__ = ["LaunchError", "LaunchTimeout", "launch"]
+    world_size = dist.get_world_size()
+    if nprocs != world_size and dist.get_rank() == 0:
+        print(f"launch: torchrun started {world_size} ranks, so nprocs={nprocs} has no effect")
+    fn, args, kwargs = loads(call)
+    results = [b""] * world_size
+    dist.all_gather_object(results, pack_result(fn(*args, **kwargs)))
+    return [loads(result) for result in results]

@@ -1,17 +1,18 @@
 """What runs inside a rank: join the process group, call the function, hand over what came of it.
 
-A rank and the process that launched it share a private folder (the call, and per rank its printed
-text and its result or failure) and a connection. Over the connection the rank says how far it is,
-answers the question where it stands, and notices when the launching process is gone.
+A rank and the process that launched it share a private folder and a connection. In the folder lie
+the call and, for every rank, its printed text and its result or failure. Over the connection the
+rank says how far it is, answers the question where it stands, and notices when the launching
+process is gone.
 """
 
 import contextlib
 import datetime
 import faulthandler
-import io
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -24,139 +25,129 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
-RUNNING, RETURNED, WHERE, DONE = b"running", b"returned", b"where", b"done"
+from ddp_teach.call import loads, pack_result
 
-
-def dumps(value: Any) -> bytes:
-    """``value`` as bytes: functions and classes of a notebook or script, and tensors, by value."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=cloudpickle)
-    return buffer.getvalue()
-
-
-def loads(data: bytes) -> Any:
-    """The value that ``dumps`` was given; every tensor arrives on the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+RUNNING, RETURNED, WHERE, DONE = b"running", b"returned", b"where", b"done"  # over the connection
 
 
 def main(
-    rank: int, world_size: int, folder: Path, parent: Connection, environ: dict, timeout: float
+    rank: int,
+    world_size: int,
+    folder: Path,
+    launcher: Connection,
+    environ: dict[str, str],
+    timeout: float,
 ) -> None:
-    """Run the call in ``folder`` as ``rank``; return once all ranks are done, or exit with 1."""
+    """Run the call in ``folder`` as one rank of ``world_size``; return when all ranks are done.
+
+    A rank that fails leaves a record of its exception and ends with exit code 1.
+    """
     set_environment(environ, rank, world_size)
     redirect_output(folder / f"{rank}.out")
-    crash = open(folder / f"{rank}.crash", "w")  # noqa: SIM115 (open as long as this process lives)
-    faulthandler.enable(crash)
-    standing = threading.Thread(
-        target=answer, args=(parent, threading.get_ident(), folder), daemon=True
+    watch_for_death(rank, folder)
+    answering = threading.Thread(
+        target=answer, args=(launcher, threading.get_ident(), folder), daemon=True
     )
-    standing.start()
+    answering.start()
     try:
-        join_process_group(
-            store=dist.FileStore(str(folder / "store"), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=min(timeout + 60, 1e8)),
-        )
-        fn, args, kwargs = loads((folder / "call").read_bytes())
-        share_main_with(fn)
-        parent.send_bytes(RUNNING)
-        write(folder / f"{rank}.result", dumps_result(fn(*args, **kwargs)))
+        run_call(rank, world_size, folder, launcher, timeout)
     except BaseException as error:
         write(folder / f"{rank}.failure", pickle.dumps(describe(error)))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
-    parent.send_bytes(RETURNED)
-    standing.join()  # others may still need this rank's connections
-    if dist.is_initialized():
+        os._exit(1)  # at once: the others' connections break, and that wakes them
+    launcher.send_bytes(RETURNED)
+    answering.join()  # until all are done: others may still need this rank's connections
+    with contextlib.suppress(Exception):  # fn may have ended the group itself
         dist.destroy_process_group()
 
 
+def run_call(
+    rank: int, world_size: int, folder: Path, launcher: Connection, timeout: float
+) -> None:
+    """Join the process group, run the call, leave its result in the folder."""
+    torch.set_num_threads(1)  # ranks share the cores
+    init_process_group(
+        store=dist.FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=min(timeout + 60, 1e8)),  # the launcher's comes first
+    )
+    fn, args, kwargs = loads((folder / "call").read_bytes())
+    share_main(fn)
+    launcher.send_bytes(RUNNING)
+    write(folder / f"{rank}.result", pack_result(fn(*args, **kwargs)))
+
+
 def set_environment(environ: dict[str, str], rank: int, world_size: int) -> None:
-    """The launching process's environment as it is now, and what torchrun would add to it."""
+    """The launcher's environment as it is now, what torchrun would add, and loopback only."""
     os.environ.clear()
     os.environ.update(environ)
-    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # this rank was not started by torchrun
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    for _, name in socket.if_nameindex() if hasattr(socket, "if_nameindex") else ():
-        if name in ("lo", "lo0"):  # Linux's and macOS's names: stay on this machine
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # torchrun did not start this rank
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for loopback in {"lo", "lo0"}.intersection(interfaces):  # as Linux and macOS call it
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
 
 
 def redirect_output(path: Path) -> None:
-    """Everything printed from here on, by Python or by C++, goes to the file ``path``."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = open(  # noqa: SIM115 (open as long as this process lives)
-            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-        )
+    """From here on everything printed, by Python or by C++, goes to the file ``path``."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = os.fdopen(number, "w", 1, "utf-8", "backslashreplace", closefd=False)
         setattr(sys, name, stream)
-    # A path in front of a warning differs from machine to machine.
-    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
+    # The path in front of a warning differs from machine to machine.
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
 
 
-def join_process_group(**rendezvous: Any) -> None:
-    """Initialise the default process group: gloo for CPU tensors, nccl for those on a GPU."""
-    torch.set_num_threads(1)
-    local_rank, local_world_size = (
-        int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
-    backend = "gloo"
+def watch_for_death(rank: int, folder: Path) -> None:
+    """Note the process id; should the process crash, note its stack; let an interrupt end it."""
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    crash = os.open(folder / f"{rank}.crash", os.O_WRONLY | os.O_CREAT, 0o600)
+    faulthandler.enable(crash)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a collective's end
+
+
+def init_process_group(**rendezvous: Any) -> None:
+    """Initialise the default group: gloo for tensors on the CPU, nccl for those on a GPU."""
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
-        torch.cuda.set_device(local_rank)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, **rendezvous)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl", **rendezvous)
+    else:
+        dist.init_process_group("gloo", **rendezvous)
 
 
-def share_main_with(fn: Any) -> None:
+def share_main(fn: Any) -> None:
     """Let pickle find in ``__main__`` what a function from a notebook or script refers to."""
-    vars(sys.modules["__main__"]).update(
-        (name, value)
-        for name, value in getattr(fn, "__globals__", {}).items()
-        if getattr(value, "__module__", None) == "__main__"
-    )
-
-
-def dumps_result(result: Any) -> bytes:
-    try:
-        return dumps(result)
-    except Exception as error:
-        raise TypeError(
-            f"the result, a {type(result).__name__}, can't be sent back to the launching process: "
-            f"{error}"
-        ) from None
+    for name, value in getattr(fn, "__globals__", {}).items():
+        if getattr(value, "__module__", None) == "__main__":
+            setattr(sys.modules["__main__"], name, value)
 
 
 def write(path: Path, data: bytes) -> None:
     """Write the file in one step: whoever finds it finds all of it."""
-    path.with_suffix(".part").write_bytes(data)
-    path.with_suffix(".part").rename(path)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """What the launching process needs to know of an exception, in plain types."""
-    frames = traceback.walk_tb(error.__traceback__)
+    """What the launcher has to know about an exception, in plain types."""
+    steps = traceback.walk_tb(error.__traceback__)
     return {
         "time": time.monotonic(),
-        "what": "".join(traceback.format_exception_only(error)).strip(),
-        "frames": [
-            (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames
-        ],
+        "error": "".join(traceback.format_exception_only(error)).strip(),
+        "frames": [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in steps],
         "traceback": "".join(traceback.format_exception(error)),
-        "lost_connection": any(lost_connection(e) for e in chain(error)),
+        "lost_connection": any(map(lost_connection, chain(error))),
     }
 
 
@@ -175,29 +166,40 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, kinds) or "gloo/transport" in str(error)
 
 
-def answer(parent: Connection, thread: int, folder: Path) -> None:
-    """Say where the rank stands whenever the parent asks, until it says that all ranks are done."""
+def answer(launcher: Connection, thread: int, folder: Path) -> None:
+    """Say where ``thread`` stands whenever asked, until all ranks are done.
+
+    If the launching process dies, nobody is left to end the ranks and to remove the folder.
+    """
     try:
-        while parent.recv_bytes() != DONE:
-            parent.send(where(sys._current_frames()[thread]))
-    except (EOFError, OSError):  # the launching process is gone, and nobody else would tidy up
+        while launcher.recv_bytes() != DONE:
+            launcher.send(where(sys._current_frames()[thread]))
+    except (EOFError, OSError):
+        end_all_ranks(folder)
+
+
+def end_all_ranks(folder: Path) -> None:
+    """End the other ranks, even stopped ones, remove the folder, and end this process."""
+    try:
+        for pid in [int(file.read_text()) for file in folder.glob("*.pid")]:
+            if pid != os.getpid():
+                os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+    finally:  # another rank may be doing the same
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
 def where(frame: FrameType | None) -> dict[str, Any]:
-    """The stack of a running function, outermost call first, and what it says to wait for.
+    """The stack of a running function, outermost call first, and what it says it waits for.
 
-    An object whose method is running may have a method ``waits_for()`` that returns a short text:
-    "bucket 1 of 3 (fc.weight, fc.bias)". The innermost one answers.
+    An object can say what it waits for: if a method of it is running, and it has a method
+    ``waits_for()``, that one's answer is told, say "bucket 1 of 3 (fc.weight, fc.bias)".
     """
     frames: list[tuple[str, int, str]] = []
     waits_for = ""
-    while frame is not None:
+    while frame is not None and frame.f_globals is not globals():
         frames.insert(0, (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        tell = getattr(frame.f_locals.get("self"), "waits_for", None)
-        if not waits_for and callable(tell):
-            with contextlib.suppress(Exception):  # asked in the middle of anything
-                waits_for = str(tell())
+        with contextlib.suppress(Exception):  # it is asked in the middle of whatever it does
+            waits_for = waits_for or str(frame.f_locals["self"].waits_for() or "")
         frame = frame.f_back
     return {"frames": frames, "waits_for": waits_for}

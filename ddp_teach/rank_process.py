@@ -1,0 +1,104 @@
+"""One rank as the launching process sees it: started, listened to, its text printed."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddp_teach.rank import RETURNED, RUNNING, main
+
+# Ranks are forked from a server that has imported this already. Not from this process: a fork of a
+# process that has threads (any large CPU operation, CUDA) can hang. Not this package: a change of
+# its source must show in the next launch.
+START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "cloudpickle",
+]  # an optimizer needs dynamo
+MOST_OUTPUT = 2**20  # bytes of text that are shown per rank
+
+one_start_at_a_time = threading.Lock()
+
+
+class RankProcess:
+    """One rank as the launching process sees it."""
+
+    def __init__(self, number: int, folder: Path):
+        self.number, self.folder = number, folder
+        self.connection, self.theirs = multiprocessing.Pipe()
+        self.process: multiprocessing.process.BaseProcess | None = None
+        self.running = self.returned = False
+        self.died: float | None = None  # when that was noticed, by time.monotonic()
+        self.stands: dict | None = None  # its answer to the question where it stands
+        self.shown = 0  # bytes of its text
+
+    def file(self, kind: str) -> Path:
+        """The rank's file of this kind in the folder that it shares with this process."""
+        return self.folder / f"{self.number}.{kind}"
+
+    def start(self, world_size: int, timeout: float) -> None:
+        """Start the process."""
+        context = multiprocessing.get_context(START_METHOD)
+        if START_METHOD == "forkserver":
+            context.set_forkserver_preload(PRELOAD)
+        environ = dict(os.environ)
+        self.process = context.Process(
+            target=main,
+            args=(self.number, world_size, self.folder, self.theirs, environ, timeout),
+        )
+        with one_start_at_a_time, nameless_main():
+            self.process.start()
+        self.theirs.close()
+
+    def ask(self, message: bytes) -> None:
+        """Send a message, if the rank is still there."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(message)
+
+    def listen(self) -> None:
+        """Take note of what the rank has said, and of its death."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.connection.poll():
+                message = self.connection.recv_bytes()
+                self.running = self.running or message == RUNNING
+                self.returned = self.returned or message == RETURNED
+                if message not in (RUNNING, RETURNED):
+                    self.stands = pickle.loads(message)
+        if self.died is None and not self.process.is_alive():
+            self.died = time.monotonic()
+
+    def print_output(self, ended: bool = True) -> None:
+        """Print what the rank has printed since the last time: whole lines, until it has ended."""
+        if not self.file("out").exists():
+            return
+        with self.file("out").open("rb") as file:
+            file.seek(self.shown)
+            text = file.read(MOST_OUTPUT - self.shown)
+            unseen = file.seek(0, os.SEEK_END) - MOST_OUTPUT
+        if not ended:
+            text = text[: text.rfind(b"\n") + 1]
+        self.shown += len(text)
+        lines = text.decode("utf-8", "replace").removesuffix("\n").split("\n") if text else []
+        if ended and unseen > 0:
+            lines.append(f"... and {unseen} bytes more")
+        for line in lines:  # of a progress bar, which goes back to the start of its line, the end
+            print(f"[rank {self.number}] {line.rstrip().rpartition(chr(13))[2]}".rstrip())
+
+
+@contextlib.contextmanager
+def nameless_main() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script once more in every rank."""
+    known = vars(sys.modules["__main__"])
+    names = {name: known.pop(name) for name in ("__file__", "__spec__") if name in known}
+    known["__spec__"] = None
+    try:
+        yield
+    finally:
+        known.update(names)
