@@ -27,7 +27,8 @@ MARKS = {
     OverlappedHooks: pytest.mark.overlap,
     Buckets: pytest.mark.buckets,
 }
-SMALL = {"bucket_cap_mb": 100 / 2**20}  # of 100 bytes, so that every model has several
+SMALL = {"bucket_cap_mb": 100 / 2**20}  # of 100 bytes: several in most models
+SMALLEST = {"bucket_cap_mb": 1 / 2**20}  # of 1 byte: one for every parameter
 
 
 def marked(*classes):
@@ -341,7 +342,7 @@ def ranks_in_another_order(step):
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     for layer, factor in zip(model.values(), (2.0, 3.0), strict=True):
         layer.weight.data = factor * torch.eye(4)
-    wrapper = Buckets(model, **SMALL) if step is Buckets else step(model)
+    wrapper = Buckets(model, **SMALLEST) if step is Buckets else step(model)
     first, second = (model["a"], model["b"]) if rank == 0 else (model["b"], model["a"])
     backward(wrapper, second(first(torch.full((1, 4), rank + 1.0))).sum())
     return [layer.weight.grad[0, 0].item() for layer in model.values()]
@@ -418,6 +419,36 @@ def test_is_right_when_used_again(step, nprocs):
             "the same graph twice": pytest.approx([2 * mean] * 3),
             "create_graph": pytest.approx([mean] * 3),
         }
+
+
+def break_off(step):
+    """The collectives of a backward that breaks off after c, and of the next."""
+    x = torch.ones(1, 1)
+    wrapper = step(Fragile(), **(SMALLEST if step is Buckets else {}))
+    with record() as events:
+        with pytest.raises(ValueError, match="boom"):
+            wrapper(x, breaks=True).sum().backward()
+        wrapper(x).sum().backward()
+    return kinds(events)
+
+
+@pytest.mark.parametrize("step", SYNCHRONISING)
+def test_what_an_exception_left_under_way_is_waited_for_first(step):
+    one, three = ["all_reduce"], ["all_reduce"] * 3 + ["wait"] * 3
+    assert launch(break_off, step) == [[*one, "wait", *three]] * 2
+
+
+def freeze_later():
+    wrapper = AverageAfterBackward(Fragile())
+    wrapper.module.b.requires_grad_(False)
+    wrapper.module.b.weight.grad = torch.full((1, 1), 7.0 + dist.get_rank())
+    backward(wrapper, wrapper(torch.tensor([[dist.get_rank() + 1.0]])).sum())
+    return gradients(wrapper)
+
+
+@pytest.mark.average
+def test_average_leaves_an_old_gradient_of_a_frozen_parameter_alone():
+    assert launch(freeze_later) == [[1.5, 7.0, 1.5], [1.5, 8.0, 1.5]]
 
 
 def leave_b_out(step):
