@@ -15,6 +15,7 @@ from torch import Tensor
 MIB = 1024 * 1024
 DEFAULT_CAP_MB = 25
 FIRST_CAP_BYTES = MIB  # a small first bucket lets the first all-reduce start early
+LARGE_BYTES = 128 * 1024  # above, one pass over each gradient beats few calls over many
 
 
 def bucket_caps(
@@ -42,9 +43,9 @@ def assign_buckets(
     the order in which they were closed, the unfilled ones last.
     """
     closed: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    filled_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    closed_of_kind: dict[tuple[torch.dtype, torch.device], int] = {}
+    filling: dict[tuple, list[int]] = {}  # per dtype and device: the bucket now being filled,
+    filled_bytes: dict[tuple, int] = {}  # its size,
+    position: dict[tuple, int] = {}  # and how many were closed before it
     for i, param in enumerate(params):
         if sparse and sparse[i]:
             closed.append([i])
@@ -52,11 +53,10 @@ def assign_buckets(
         kind = (param.dtype, param.device)
         filling.setdefault(kind, []).append(i)
         filled_bytes[kind] = filled_bytes.get(kind, 0) + param.numel() * param.element_size()
-        nth = closed_of_kind.get(kind, 0)
+        nth = position.setdefault(kind, 0)
         if caps is not None and filled_bytes[kind] >= caps[min(nth, len(caps) - 1)]:
             closed.append(filling.pop(kind))
-            filled_bytes[kind] = 0
-            closed_of_kind[kind] = nth + 1
+            filled_bytes[kind], position[kind] = 0, nth + 1
     return closed + list(filling.values())
 
 
@@ -72,13 +72,10 @@ class Bucket:
         self.indices, self.params, self.names = list(indices), list(params), list(names)
         numels = [p.numel() for p in self.params]
         self.offsets = [sum(numels[:k]) for k in range(len(numels))]
-        first = self.params[0]
-        self.flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
-        self.views = [
-            view_like(p, self.flat, o) for p, o in zip(self.params, self.offsets, strict=True)
-        ]
+        self.flat = params[0].new_zeros(sum(numels))
+        self.views = [view_like(p, self.flat, o) for p, o in zip(params, self.offsets, strict=True)]
         self.pending = len(self.params)  # gradients still missing in this backward pass
-        self.lacks_gradient = False  # whether pack() found a parameter without a gradient
+        self.has_gaps = False  # whether pack() found a parameter without a gradient
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         """Copy every gradient into the flat tensor, divided by ``divisor``; a missing one is zero.
@@ -86,51 +83,42 @@ class Bucket:
         ``reciprocal`` multiplies by ``1 / divisor``, as torch's reducer does: for 3 ranks that is
         not the same to the bit as dividing.
         """
+        grads = [p.grad for p in self.params]
+        self.has_gaps = any(g is None for g in grads)
+        if self.has_gaps:
+            pairs = zip(grads, self.views, strict=True)
+            grads = [torch.zeros_like(v) if g is None else g for g, v in pairs]
         with torch.no_grad():
-            torch._foreach_copy_(self.views, self._grads_or_zeros())
-            if reciprocal and divisor != 1:
-                self.flat.mul_(1.0 / divisor)
-            elif divisor != 1:
-                self.flat.div_(divisor)
+            if reciprocal and self.nbytes > LARGE_BYTES * len(grads):
+                for grad, view in zip(grads, self.views, strict=True):
+                    torch.mul(grad, 1.0 / divisor, out=view)
+                return
+            torch._foreach_copy_(self.views, grads)
+            if divisor != 1:
+                self.flat.mul_(1.0 / divisor) if reciprocal else self.flat.div_(divisor)
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         """Copy the flat tensor back into the gradients, creating those that are missing.
 
         Parameters whose index is in ``leave`` keep the gradient they have.
         """
-        with torch.no_grad():
-            params, views = self.params, self.views
-            if leave:
-                kept = [k for k, i in enumerate(self.indices) if i not in leave]
-                params, views = [params[k] for k in kept], [views[k] for k in kept]
-            if not params:
-                return
-            grads = [p.grad for p in params]
-            if any(g is None for g in grads):
-                for p in params:
-                    p.grad = torch.empty_like(p) if p.grad is None else p.grad
-                grads = [p.grad for p in params]
-            torch._foreach_copy_(grads, views)
+        kept = [k for k, i in enumerate(self.indices) if i not in leave]
+        if self.has_gaps:
+            for p in (self.params[k] for k in kept):
+                p.grad = torch.empty_like(p) if p.grad is None else p.grad
+        if kept:
+            grads, views = [self.params[k].grad for k in kept], [self.views[k] for k in kept]
+            with torch.no_grad():
+                torch._foreach_copy_(grads, views)
 
     def without_gradients(self) -> "Bucket":
         """A bucket of the same shape whose parameters have no gradients: it sends zeros."""
         return type(self)(self.indices, [torch.empty_like(p) for p in self.params], self.names)
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
-        """Those of ``indices`` that have no gradient yet and for which the flat tensor holds
-        zeros."""
+        """Those of ``indices`` that have no gradient and for which the flat tensor holds zeros."""
         members = zip(self.indices, self.params, self.views, strict=True)
         return {i for i, p, v in members if i in indices and p.grad is None and not v.any()}
-
-    def _grads_or_zeros(self) -> list[Tensor]:
-        grads = [p.grad for p in self.params]
-        self.lacks_gradient = any(g is None for g in grads)
-        if self.lacks_gradient:
-            grads = [
-                torch.zeros_like(v) if g is None else g
-                for g, v in zip(grads, self.views, strict=True)
-            ]
-        return grads
 
     @property
     def nbytes(self) -> int:
@@ -138,47 +126,35 @@ class Bucket:
         return self.flat.numel() * self.flat.element_size()
 
     def __repr__(self) -> str:
-        dtype = str(self.flat.dtype).removeprefix("torch.")
-        return (
-            f"Bucket({self.flat.numel()} x {dtype}, {self.nbytes} bytes: {', '.join(self.names)})"
-        )
+        size = f"{self.flat.numel()} x {str(self.flat.dtype).removeprefix('torch.')}"
+        return f"Bucket({size}, {self.nbytes} bytes: {', '.join(self.names)})"
 
 
 class GradientBucket(Bucket):
-    """A bucket whose views *are* the gradients: ``p.grad`` lies in the flat tensor, nothing is
+    """A bucket whose views *are* the gradients: ``p.grad`` lies in the flat tensor and nothing is
     copied (``gradient_as_bucket_view=True``)."""
 
     def __init__(self, indices: Sequence[int], params: Sequence[Tensor], names: Sequence[str]):
         super().__init__(indices, params, names)
-        with torch.no_grad():
-            for p, view in zip(self.params, self.views, strict=True):
-                if p.grad is not None:
-                    view.copy_(p.grad)
-                    p.grad = view
+        for p, view in zip(self.params, self.views, strict=True):
+            if p.grad is not None:
+                view.copy_(p.grad.detach())
+                p.grad = view
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
-        strangers = [
-            k for k, p in enumerate(self.params) if p.grad is None or p.grad is not self.views[k]
-        ]
-        if len(strangers) == len(self.params):
+        inside = [p.grad is view for p, view in zip(self.params, self.views, strict=True)]
+        self.has_gaps = any(p.grad is None for p in self.params)
+        if not any(inside):
             super().pack(divisor, reciprocal)
-        else:
-            self._pack_some(strangers, divisor, reciprocal)
-        for k in strangers:
-            if self.params[k].grad is not None:
-                self.params[k].grad = self.views[k]
-
-    def _pack_some(self, strangers: list[int], divisor: float, reciprocal: bool) -> None:
-        with torch.no_grad():
-            for k in strangers:
-                grad = self.params[k].grad
-                self.views[k].zero_() if grad is None else self.views[k].copy_(grad)
-            if not (reciprocal and strangers):
-                self.flat.div_(divisor)
-                return
+        for p, view, is_inside in zip(self.params, self.views, inside, strict=True):
             # torch's reducer divides what already lies in the bucket and multiplies what it copies
-            for k, view in enumerate(self.views):
-                view.mul_(1.0 / divisor) if k in strangers else view.div_(divisor)
+            if any(inside):
+                with torch.no_grad():
+                    if not is_inside:
+                        view.zero_() if p.grad is None else view.copy_(p.grad)
+                    view.mul_(1.0 / divisor) if reciprocal and not is_inside else view.div_(divisor)
+            if p.grad is not None:
+                p.grad = view
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         for i, p, view in zip(self.indices, self.params, self.views, strict=True):
@@ -187,37 +163,32 @@ class GradientBucket(Bucket):
 
 
 class SparseBucket(Bucket):
-    """The bucket of one parameter with sparse gradients: ``flat`` is the sparse tensor itself,
-    shape as the parameter, and only the rows that some rank has travel."""
+    """The bucket of one parameter with sparse gradients: ``flat`` is the sparse tensor itself, and
+    only the rows that some rank has travel."""
 
     def __init__(self, indices: Sequence[int], params: Sequence[Tensor], names: Sequence[str]):
-        self.indices, self.params, self.names = list(indices), list(params), list(names)
-        self.offsets, self.views, self.pending, self.lacks_gradient = [0], [], 1, False
-        self.flat = self._no_rows()
-
-    def _no_rows(self) -> Tensor:
-        p = self.params[0]
-        rows = torch.empty(1, 0, dtype=torch.long, device=p.device)
-        values = torch.empty(0, *p.shape[1:], dtype=p.dtype, device=p.device)
-        return torch.sparse_coo_tensor(rows, values, p.shape, check_invariants=False)
+        super().__init__(indices, [params[0][:0]], names)
+        self.params, self.views = [params[0]], []
+        self.flat = torch.zeros_like(params[0], layout=torch.sparse_coo)
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         grad = self.params[0].grad
-        if grad is not None and not grad.is_sparse:
+        self.has_gaps = grad is None
+        if self.has_gaps:
+            grad = torch.zeros_like(self.params[0]).to_sparse(1)
+        elif not grad.is_sparse:
             raise RuntimeError(
-                f"{self.names[0]} belongs to a layer with sparse=True, but its gradient is dense; "
+                f"{self.names[0]} belongs to a layer with sparse=True but has a dense gradient; "
                 "set sparse=False where the layer is made, and wrap the model again."
             )
-        with torch.no_grad():
-            self.flat = self._no_rows() if grad is None else grad.coalesce() / divisor
+        self.flat = grad.detach().coalesce() / divisor
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         if self.indices[0] not in leave:
             self.params[0].grad = self.flat
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
-        nothing = self.params[0].grad is None and self.flat._nnz() == 0
-        return {self.indices[0]} if nothing else set()
+        return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()
 
 
 def view_like(param: Tensor, flat: Tensor, offset: int) -> Tensor:

@@ -13,9 +13,11 @@ After torch's ``csrc/distributed/c10d/reducer.cpp`` and "PyTorch Distributed", L
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_teach import complaints, unused
@@ -26,57 +28,48 @@ UNKNOWN = 1 << 30  # static graph, first backward: nobody knows yet how often a 
 
 
 class Reducer:
-    """Averages the gradients of ``params`` over the ranks of ``group`` during backward.
+    """Averages the gradients of some parameters over the ranks of ``group`` during backward.
 
-    ``names`` and ``sparse`` (does this parameter get sparse gradients?) belong to ``params``;
-    ``caps`` are bucket sizes in bytes, in force from the start if ``caps_at_once``. ``check_model``
-    is called while the network works and may return an error message. The other arguments are those
-    of ``DistributedDataParallel``.
+    ``managed`` holds name, parameter, and whether its gradient is sparse; ``caps`` are bucket sizes
+    in bytes; ``options`` is the wrapper, whose arguments of torch's names are read here.
+    ``check_model`` is called while the network works and may return an error message.
     """
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        sparse: Sequence[bool],
+        managed: Sequence[tuple[str, nn.Parameter, bool]],
         group: dist.ProcessGroup,
         caps: Sequence[int],
-        *,
-        caps_at_once: bool = False,
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        skip_all_reduce_unused_params: bool = False,
-        batched_grad_copy: bool = False,
-        check_model: Callable[[], str | None] = lambda: None,
+        options: Any,
+        check_model: Callable[[], str | None],
     ):
-        self.params, self.names, self.sparse = list(params), list(names), list(sparse)
+        self.names, self.params, self.sparse = zip(*managed, strict=True)
         self.group, self.caps, self.check_model = group, caps, check_model
-        self.rank, self.divisor = dist.get_rank(group), dist.get_world_size(group)
-        self.static_graph = static_graph
-        self.detect_unused = find_unused_parameters and not static_graph
-        self.skip_unused, self.reciprocal = skip_all_reduce_unused_params, not batched_grad_copy
-        self.bucket_type = GradientBucket if gradient_as_bucket_view else Bucket
+        self.divisor, self.reciprocal = dist.get_world_size(group), not options.batched_grad_copy
+        self.static_graph = options.static_graph
+        self.detect_unused = options.find_unused_parameters and not options.static_graph
+        self.skip_unused = options.skip_all_reduce_unused_params
+        self.bucket_type = GradientBucket if options.gradient_as_bucket_view else Bucket
+        self.complaint = complaints.Complaint(dist.get_rank(group), self.names, self.params)
         self.comm_hook: tuple[object, Callable] | None = None
-        self.complaint = complaints.Complaint(self.params)
-        self.iterations, self.first_time = 0, True
 
         n = len(self.params)
-        self.fires = [UNKNOWN if static_graph else 1] * n  # hook calls that one backward will bring
-        self.kept = [False] * n  # gradients left by no_sync, not averaged yet
+        self.iterations, self.first_time = 0, True
+        self.fires = [UNKNOWN if self.static_graph else 1] * n  # hook calls in one backward pass
+        self.kept = [False] * n  # gradients left by no_sync, which no all-reduce has averaged yet
         self.expecting = False  # a synchronising forward has run, its backward has not ended
         self.task: int | None = None  # id of the synchronising backward now running
         self.local = False  # the backward now running belongs to a forward in no_sync
         self.usage = unused.UsageCount(n, self.params[0].device, group)
         self.nodes = unused.accumulation_nodes(self.params) if self.detect_unused else []
 
-        self.order: list[int] | None = None if self.detect_unused else []  # as gradients got ready
-        first_caps = caps if self.detect_unused or caps_at_once else None
-        self._build(sorted(assign_buckets(self.params, first_caps, self.sparse), key=min)[::-1])
-        self._reset()
-        self.handles = [
-            p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params)
-        ]
+        # torch starts with one bucket, and cuts it up once it has seen the order of gradients
+        self.order: list[int] | None = None if self.detect_unused else []
+        at_once = self.detect_unused or options.bucket_bytes_cap_list
+        assigned = assign_buckets(self.params, caps if at_once else None, self.sparse)
+        self._build(sorted(assigned, key=min, reverse=True))
+        hooks = [p.register_post_accumulate_grad_hook for p in self.params]
+        self.handles = [hook(self._gradient_hook(i)) for i, hook in enumerate(hooks)]
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters; the reducer does nothing any more."""
@@ -84,47 +77,52 @@ class Reducer:
             handle.remove()
         self.complaint.withdraw()
 
-    def _build(self, assignment: Sequence[Sequence[int]]) -> None:
+    def _build(self, assigned: Sequence[Sequence[int]]) -> None:
         self.buckets: list[Bucket] = []  # in launch order
-        self.bucket_of: dict[int, Bucket] = {}
-        for indices in assignment:
+        for indices in assigned:
             kind = SparseBucket if self.sparse[indices[0]] else self.bucket_type
-            params, names = [self.params[i] for i in indices], [self.names[i] for i in indices]
-            bucket = kind(indices, params, names)
-            self.buckets.append(bucket)
-            self.bucket_of.update(dict.fromkeys(indices, bucket))
+            members = [(self.params[i], self.names[i]) for i in indices]
+            self.buckets.append(kind(indices, *zip(*members, strict=True)))
+        self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.remaining = self.fires.copy()  # hook calls still to come, per parameter
+        self.skipped: set[int] = set()  # parameters that this backward pass will not reach
+        self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
+        self.in_flight: list[Bucket] = []
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.params)
 
     # Forward: remember which kind of forward pass a later backward pass belongs to.
 
     def before_forward(self) -> None:
-        """Raise what the last backward left to say; finish for the others one that was broken
-        off."""
-        self.complaint.raise_if_any()
+        """Raise what is left to say; end, for the other ranks' sake, a backward broken off."""
+        self.complaint.raise_if_filed()
         if (self.task is not None or self.local) and torch._C._current_graph_task_id() == -1:
             self.local = False
             self._complete(taking_part=False)
 
-    def after_forward(self, outputs: Iterable[torch.Tensor], synchronise: bool) -> None:
+    def after_forward(self, outputs: Iterable[Tensor], synchronise: bool) -> None:
         """Recognise a backward pass that comes through ``outputs``, by hooks on them."""
         self.expecting = self.expecting or synchronise
-        on_gradient = self._enter_synchronising if synchronise else self._enter_local
+        enter = self._enter_synchronising if synchronise else self._enter_local
         for tensor in outputs:
-            if tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
-                tensor.register_hook(on_gradient)
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(enter)
+            elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(enter)
 
     # Backward: from the first gradient to the last.
 
-    def _enter_synchronising(self, _grad: torch.Tensor | None) -> None:
+    def _enter_synchronising(self, _grad: object) -> None:
         if self.task is None or self.task != torch._C._current_graph_task_id():
             self._begin()
 
-    def _enter_local(self, _grad: torch.Tensor | None) -> None:
+    def _enter_local(self, _grad: object) -> None:
         if not self.local and self.task is None:
             self.local = True
-            Variable._execution_engine.queue_callback(self._leave_local)
-
-    def _leave_local(self) -> None:
-        self.local = False
+            Variable._execution_engine.queue_callback(partial(setattr, self, "local", False))
 
     def _begin(self) -> None:
         if self.task is not None:
@@ -132,41 +130,35 @@ class Reducer:
         self.task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(partial(self._end, self.task))
         self._reset()
-        self._skip(unused.not_reached(self.nodes))
-        self._skip([i for i, n in enumerate(self.fires) if n == 0] if self.static_graph else [])
-        self._launch_full_buckets()
-
-    def _reset(self) -> None:
-        self.remaining = self.fires.copy()
-        self.skipped: set[int] = set()
-        self.late: list[int] = []
-        self.in_flight: list[Bucket] = []
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.params)
+        if self.detect_unused:
+            self._skip(unused.not_reached(self.nodes))
+        elif self.static_graph:
+            self._skip(i for i, n in enumerate(self.fires) if n == 0)
 
     def _skip(self, indices: Iterable[int]) -> None:
         for i in indices:
             self.skipped.add(i)
             self.remaining[i] = 0
             self.bucket_of[i].pending -= 1
+        self._launch_full_buckets()
 
-    def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
-        def gradient_ready(_param: torch.Tensor) -> None:
+    def _gradient_hook(self, i: int) -> Callable[[Tensor], None]:
+        def gradient_ready(_param: Tensor) -> None:
             if self.task is None:
                 if self.local or not self.expecting:
                     self.kept[i] = True
                     return
                 self._begin()  # a backward that does not come through an output of forward
             self.remaining[i] = remaining = self.remaining[i] - 1
-            if remaining == 0:
+            if remaining < 0:
+                self._gradient_again(i)
+            elif remaining == 0:
                 if self.order is not None:
                     self.order.append(i)
                 bucket = self.bucket_of[i]
                 bucket.pending -= 1
                 if bucket.pending == 0:
                     self._launch_full_buckets()
-            elif remaining < 0:
-                self._gradient_again(i)
 
         return gradient_ready
 
@@ -184,10 +176,9 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         """Start the bucket's all-reduce: the one place from which gradients are sent."""
         self.in_flight.append(bucket)
-        bucket.work = None
         if self.skip_unused and self.skipped.issuperset(bucket.indices):
-            return
-        if self.comm_hook is None:
+            bucket.work = None
+        elif self.comm_hook is None:
             bucket.pack(self.divisor, self.reciprocal)
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         else:
@@ -214,94 +205,80 @@ class Reducer:
         self._complete(taking_part=False)
 
     def _complete(self, taking_part: bool = True) -> None:
-        """Launch the buckets still missing, wait for all, and write the averages back.
+        """Launch the buckets still missing, wait for all, write the averages back, and complain.
 
         ``taking_part=False`` runs the same collectives with zeros and drops the result.
         """
         try:
             for bucket in self.buckets[len(self.in_flight) :]:
                 self._launch(bucket if taking_part else bucket.without_gradients())
-            idle = self._find_idle(taking_part)
-            count = self.usage.share(idle) if self._counts_usage() else None
+            idle = self._find_idle() if taking_part else range(len(self.params))
+            counted = self.detect_unused or (self.static_graph and self.first_time)
+            count = self.usage.share(idle) if counted else None
             problem = self.check_model() if taking_part else None
             if count is not None:
                 count.wait()
             self._write_back(idle, taking_part)
         finally:
             self.task, self.expecting = None, False
+        self._learn(taking_part)
         if taking_part:
             self.kept = [False] * len(self.params)
             self.iterations += 1
-        self._learn(taking_part)
-        if taking_part:
             self._complain(problem, idle)
 
-    def _counts_usage(self) -> bool:
-        return self.detect_unused or self.static_graph and self.first_time
-
-    def _find_idle(self, taking_part: bool) -> list[int]:
+    def _find_idle(self) -> list[int]:
         """The parameters to which this rank gave nothing since they were last averaged."""
-        if not taking_part:
-            return list(range(len(self.params)))
-        lacking = any(bucket.lacks_gradient for bucket in self.in_flight)
-        if not (lacking or self.skipped or any(self.remaining)):
+        if not (self.skipped or any(self.remaining) or any(b.has_gaps for b in self.in_flight)):
             return []
-        return [
-            i
-            for i, p in enumerate(self.params)
-            if p.grad is None
-            or (self.remaining[i] == self.fires[i] or i in self.skipped)
-            and not self.kept[i]
+        reached = [
+            self.kept[i] or (i not in self.skipped and self.remaining[i] < self.fires[i])
+            for i in range(len(self.params))
         ]
+        return [i for i, p in enumerate(self.params) if p.grad is None or not reached[i]]
 
-    def _write_back(self, idle: list[int], taking_part: bool) -> None:
-        leave = self.usage.used_nowhere() if idle and self._may_be_unused() else set()
+    def _write_back(self, idle: Sequence[int], taking_part: bool) -> None:
+        allowed = self.detect_unused or self.static_graph
+        leave = self.usage.used_nowhere() if idle and allowed else set()
         for bucket in self.in_flight:
             self._wait(bucket)
             if taking_part:
-                if idle and not self._may_be_unused():
-                    leave = bucket.empty_among(idle)
-                bucket.unpack(leave)
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        return self.usage.counts  # torch's name, and by now the count over all ranks
-
-    def _may_be_unused(self) -> bool:
-        return self.detect_unused or self.static_graph
+                bucket.unpack(leave if allowed or not idle else bucket.empty_among(idle))
 
     def _learn(self, taking_part: bool) -> None:
-        """After the first backward: how often each hook fires, and in which order."""
+        """Static graph: how often each hook fires. Then the order in which gradients get ready."""
         if self.static_graph and self.first_time:
-            if taking_part:
-                self.fires = [UNKNOWN - n for n in self.remaining]
+            self.fires = [UNKNOWN - n for n in self.remaining] if taking_part else self.fires
         elif self.order is not None:
             self._rebuild_buckets()
         self.first_time = False
 
     def _rebuild_buckets(self) -> None:
         """Cut new buckets in the order in which rank 0's gradients became ready."""
-        order = list(dict.fromkeys([*self.order, *range(len(self.params))]))
-        agreed = torch.tensor(order, device=self.params[0].device)
+        order = dict.fromkeys([*self.order, *range(len(self.params))])
+        agreed = torch.tensor(list(order), device=self.params[0].device)
         dist.broadcast(agreed, group=self.group, group_src=0)
-        self.order, self.in_flight, order = None, [], agreed.tolist()
-        params, sparse = [self.params[i] for i in order], [self.sparse[i] for i in order]
-        self._build([[order[k] for k in b] for b in assign_buckets(params, self.caps, sparse)])
+        order, self.order, self.in_flight = agreed.tolist(), None, []
+        ordered = [(self.params[i], self.sparse[i]) for i in order]
+        assigned = assign_buckets([p for p, _ in ordered], self.caps, [s for _, s in ordered])
+        self._build([[order[k] for k in places] for places in assigned])
 
-    def _complain(self, problem: str | None, idle: list[int]) -> None:
+    def _complain(self, problem: str | None, idle: Sequence[int]) -> None:
         if problem is not None:
             self.complaint.raise_now(problem)
         if self.late and self.static_graph:
-            self.complaint.file(complaints.graph_shrank(self.rank, self.late, self.names))
-            self.complaint.raise_now(complaints.graph_changed(self.rank, self.late, self.names))
+            self.complaint.file(complaints.GRAPH_SHRANK, self.late)
+            self.complaint.raise_now(complaints.GRAPH_GREW, self.late)
         if self.late:
-            self.complaint.raise_now(complaints.late_gradient(self.rank, self.late, self.names))
+            self.complaint.raise_now(complaints.LATE, self.late)
         if not idle or self.detect_unused:
             return
-        if self.static_graph:
-            missing = [i for i in idle if self.fires[i] > 0]
-        else:
-            nodes = unused.accumulation_nodes(self.params[i] for i in idle)
-            missing = [idle[k] for k in unused.not_reached(nodes)]
+        nodes = unused.accumulation_nodes(self.params[i] for i in idle)
+        missing = {idle[k] for k in unused.not_reached(nodes)}
+        missing -= {i for i in idle if self.static_graph and self.fires[i] == 0}
         if missing:
-            say = complaints.graph_shrank if self.static_graph else complaints.unused_parameters
-            self.complaint.file(say(self.rank, missing, self.names))
+            what = complaints.GRAPH_SHRANK if self.static_graph else complaints.UNUSED
+            self.complaint.file(what, sorted(missing))
+
+    def _get_local_used_map(self) -> Tensor:
+        return self.usage.counts  # torch's name; after backward, on how many ranks each was used

@@ -1,11 +1,11 @@
-"""The same model on every rank: compare the models, then copy rank 0's numbers to all.
+"""The same model on every rank: compare the models, then copy one rank's numbers to all.
 
 Two ranks whose models differ would not crash: they would add up unrelated numbers. So every rank
 tells what its parameters look like before the first value is sent.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,111 +15,119 @@ CHUNK_BYTES = 250 * 1024 * 1024  # so that the copy which is sent stays small be
 
 
 def check_same_model(
-    params: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup, device: torch.device
+    named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raise the same ``RuntimeError`` on every rank if the ranks' parameters differ in number,
-    name, shape, dtype, or memory layout, or come in another order. ``device`` is where the backend
-    of ``group`` takes its tensors."""
-    mine = [
-        f"{name} (shape {tuple(p.shape)}, {str(p.dtype).removeprefix('torch.')}, "
-        f"strides {p.stride()})"
-        for name, p in zip(names, params, strict=True)
-    ]
+    name, shape, dtype or strides, or come in another order. ``device`` suits the group's backend.
+    """
+    mine = [f"{n}: shape {list(p.shape)}, {p.dtype}, strides {p.stride()}" for n, p in named]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
     number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-    world_size = dist.get_world_size(group)
-    numbers = [torch.empty_like(number) for _ in range(world_size)]
+    numbers = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, number, group=group)
-    if all(torch.equal(n, number) for n in numbers):
-        return
-    models: list[list[str]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(models, mine, group=group)
-    raise RuntimeError(f"The ranks hold different models. {first_difference(models)}")
+    if any(n != number for n in numbers):
+        models = [mine] * len(numbers)
+        dist.all_gather_object(models, mine, group=group)
+        cure = "Build the same model on every rank, in the same order."
+        raise RuntimeError(f"The ranks hold different models: {first_difference(models)}. {cure}")
 
 
 def first_difference(models: Sequence[Sequence[str]]) -> str:
-    """Say in a sentence where the first rank that differs from rank 0 does so; ``models[r]`` holds
-    one line per parameter of rank r."""
+    """Where the first rank that differs from rank 0 does so; ``models[r]`` has one line for each
+    parameter of rank r."""
     for rank, model in enumerate(models):
         if len(model) != len(models[0]):
-            return (
-                f"Rank 0 has {len(models[0])} parameters and rank {rank} has {len(model)}; "
-                "build the same model on every rank."
-            )
+            return f"rank 0 has {len(models[0])} parameters, rank {rank} has {len(model)}"
         for i, (theirs, ours) in enumerate(zip(models[0], model, strict=True)):
             if theirs != ours:
-                return (
-                    f"Parameter {i} is {theirs} on rank 0 but {ours} on rank {rank}; build the "
-                    "same model on every rank, in the same order."
-                )
-    raise ValueError("All models are the same.")
+                return f"parameter {i} is ({theirs}) on rank 0, ({ours}) on rank {rank}"
+    return "nowhere"
+
+
+class FlatBytes:
+    """Room for copies of ``tensors`` (any dtypes, one device) in one flat tensor of bytes, so that
+    one broadcast carries them all."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        self.flat = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+        # the widest dtypes first, so that each part starts where its dtype may
+        order = sorted(range(len(tensors)), key=lambda k: -tensors[k].element_size())
+        parts = dict(zip(order, self.flat.split([sizes[k] for k in order]), strict=True))
+        self.views = [parts[k].view(t.dtype).view(t.shape) for k, t in enumerate(tensors)]
+        self.work: dist.Work | None = None
+
+    def broadcast(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
+        """Overwrite ``tensors`` with those of rank ``src``, which does not wait for the others."""
+        if self.work is not None:
+            self.work.wait()
+        if sends := dist.get_rank(group) == src:
+            torch._foreach_copy_(self.views, tensors)
+        self.work = dist.broadcast(self.flat, group=group, group_src=src, async_op=True)
+        if not sends:
+            self.work.wait()
+            # .data: the values change, but not the version that autograd compares in backward;
+            # a forward pass whose backward is still to come may have saved this tensor
+            torch._foreach_copy_([t.data for t in tensors], self.views)
 
 
 def broadcast_states(
     module: nn.Module,
     group: dist.ProcessGroup,
-    ignored: Sequence[str] = (),
+    ignored: Collection[str] = (),
     *,
     src: int = 0,
     buffers: bool = True,
 ) -> None:
     """Overwrite the parameters (frozen ones too) and buffers of ``module`` with those of rank
     ``src`` of ``group``; names in ``ignored`` are left alone."""
-    states = [p for n, p in module.named_parameters() if n not in ignored]
-    if buffers:
-        states += [b for n, b in module.named_buffers() if n not in ignored]
-    broadcast_tensors([t.detach() for t in states], group, src)
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    states = [tensor for name, tensor in named if name not in ignored]
+    with torch.no_grad():
+        for places in chunks(states):
+            chunk = [states[k] for k in places]
+            room = FlatBytes(chunk)
+            room.broadcast(chunk, group, src)
+            room.work.wait()
 
 
-def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
-    """Overwrite ``tensors`` (any shapes, dtypes, devices) with those of rank ``src`` of ``group``.
-
-    They travel as bytes, so that one broadcast carries several dtypes.
-    """
-    chunk: list[Tensor] = []
-    for tensor in sorted(tensors, key=lambda t: str(t.device)):
-        too_long = sum(t.numel() * t.element_size() for t in chunk) > CHUNK_BYTES
-        if chunk and (too_long or chunk[0].device != tensor.device):
-            _broadcast_chunk(chunk, group, src)
-            chunk = []
-        chunk.append(tensor)
-    if chunk:
-        _broadcast_chunk(chunk, group, src)
-
-
-def _broadcast_chunk(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
-    flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in tensors])
-    dist.broadcast(flat, group=group, group_src=src)
-    if dist.get_rank(group) == src:
-        return
-    sizes = [t.numel() * t.element_size() for t in tensors]
-    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
-        # a copy of its own, because the bytes of a part may not lie where its dtype must start
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+def chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Places of ``tensors`` in runs on one device and of about ``CHUNK_BYTES`` at most."""
+    runs: list[list[int]] = []
+    nbytes, device = 0, None
+    for k in sorted(range(len(tensors)), key=lambda k: str(tensors[k].device)):
+        if nbytes > CHUNK_BYTES or tensors[k].device != device:
+            runs.append([])
+            nbytes, device = 0, tensors[k].device
+        runs[-1].append(k)
+        nbytes += tensors[k].numel() * tensors[k].element_size()
+    return runs
 
 
 class BufferSync:
-    """Gives every rank the buffers of one rank (running means of a batch norm, say).
+    """Called before a forward pass: gives every rank the buffers of rank ``src`` (the running means
+    of a batch norm, say). Names in ``ignored`` are left alone.
 
-    Buffers are looked up afresh each time, because a forward pass may put a new tensor in a
-    buffer's place. ``ignored`` holds names of buffers to leave alone.
+    Buffers are looked up afresh, because a forward pass may put a new tensor in a buffer's place.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, ignored: Sequence[str] = ()):
-        self.group = group
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, ignored: Collection[str]):
+        self.group, self.layout, self.rooms = group, None, []
         # named_buffers() would say the same, but walks the whole model before every forward pass
         self.places = [
             (owner._buffers, name)
             for prefix, owner in module.named_modules()
             for name in owner._buffers
-            if f"{prefix}.{name}" not in ignored and (prefix or name not in ignored)
+            if f"{prefix}.{name}".lstrip(".") not in ignored
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """The buffers as they are now."""
-        return [b for registry, name in self.places if (b := registry.get(name)) is not None]
-
     def __call__(self, src: int = 0) -> None:
-        # .data: the values change, but not the version that autograd compares in backward; another
-        # forward pass whose backward is still to come may have saved this buffer
-        broadcast_tensors([b.data for b in self.tensors()], self.group, src)
+        found = (registry.get(name) for registry, name in self.places)
+        tensors = [buffer for buffer in found if buffer is not None]
+        layout = [(t.shape, t.dtype, t.device) for t in tensors]
+        if layout != self.layout:
+            runs = [(places, [tensors[k] for k in places]) for places in chunks(tensors)]
+            self.layout, self.rooms = layout, [(places, FlatBytes(run)) for places, run in runs]
+        with torch.no_grad():
+            for places, room in self.rooms:
+                room.broadcast([tensors[k] for k in places], self.group, src)
