@@ -4,9 +4,10 @@ import inspect
 import io
 import math
 import numbers
+import pickle
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -15,17 +16,44 @@ import torch
 MOST_RANKS = 256  # more processes than any one machine is good for: most likely a slip
 
 
-class Pickler(cloudpickle.Pickler):
-    """Functions and classes of a notebook or script by value, and the place of every line of them.
+class CallPickler(cloudpickle.Pickler):
+    """Functions and classes of a notebook or script by value.
 
-    cloudpickle leaves out which file a function came from; tracebacks need it.
+    cloudpickle leaves out two things that are needed here: which file a line of code came from, for
+    tracebacks, and that what was a global of ``__main__`` is one again, so that the other process
+    can pickle it.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is CodeType:
             make, parts = self.dispatch_table[CodeType](value)[:2]
             return code_from, (value.co_filename, make, parts)
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented or not is_global_of_main(value):
+            return reduced
+        make, parts, *rest = reduced
+        return global_of_main, (value.__name__, make, parts), *rest
+
+
+class ResultPickler(CallPickler):
+    """What came with the call goes back by its name: its owner's own stays as it is."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return NotImplemented if is_global_of_main(value) else super().reducer_override(value)
+
+
+def is_global_of_main(value: Any) -> bool:
+    """Whether ``value`` is a function or class that ``__main__`` knows by the value's own name."""
+    if not isinstance(value, (FunctionType, type)) or value.__module__ != "__main__":
+        return False
+    return vars(sys.modules["__main__"]).get(value.__name__) is value
+
+
+def global_of_main(name: str, make: Callable, parts: tuple) -> Any:
+    """The function or class that ``make(*parts)`` returns, made known to ``__main__``."""
+    value = make(*parts)
+    setattr(sys.modules["__main__"], name, value)
+    return value
 
 
 def code_from(filename: str, make: Callable[..., CodeType], parts: tuple) -> CodeType:
@@ -33,10 +61,10 @@ def code_from(filename: str, make: Callable[..., CodeType], parts: tuple) -> Cod
     return make(*parts).replace(co_filename=filename)
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, pickler: type[pickle.Pickler] = CallPickler) -> bytes:
     """``value`` as bytes, tensors and all."""
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=sys.modules[__name__])  # for the Pickler above
+    torch.save(value, buffer, pickle_module=SimpleNamespace(Pickler=pickler, __name__=__name__))
     return buffer.getvalue()
 
 
@@ -72,10 +100,10 @@ def why_not_sent(value: Any) -> str:
     return ""
 
 
-def pack_result(result: Any) -> bytes:
-    """What a rank's function returned, as bytes."""
+def pack_result(result: Any, pickler: type[pickle.Pickler] = ResultPickler) -> bytes:
+    """What a rank's function returned, as bytes; raise TypeError if it can't leave the rank."""
     try:
-        return dumps(result)
+        return dumps(result, pickler)
     except Exception as error:
         raise TypeError(
             f"the result must be something that can be pickled, to be sent back, got "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Frame = tuple[str, int, str]  # file name, line number, function name
 
-ANSWER_LIMIT = 1.0  # seconds for a rank to say where it stands, or for a first cause to show up
+ANSWER_LIMIT = 1.0  # seconds for ranks to say where they stand, or to fail after another has
 # Whose lines a reader did not write: torch, this package, Python and what is installed in it.
 LIBRARIES = (
     str(Path(torch.__file__).parent),
@@ -57,37 +57,36 @@ class LaunchTimeout(LaunchError, TimeoutError):
     """
 
 
-def first_failure(ranks: list["RankProcess"]) -> LaunchError:
-    """The error for the rank that failed first.
+def first_cause(ranks: list["RankProcess"]) -> LaunchError:
+    """The error of the rank that failed for a reason of its own; of several the lowest rank.
 
-    A rank that only lost its connection to another one has no say if that one failed as well.
+    Once a rank has failed, the others lose their connections to it and fail as well, a moment
+    later or before anyone has noticed the first. Those that go on for longer have no say.
     """
     until = time.monotonic() + ANSWER_LIMIT
-    while True:
+    while not all(rank.died or rank.returned for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.01)
         for rank in ranks:
             rank.listen()
-        failures = [failure(rank) for rank in ranks if rank.died is not None]
-        lost_connection, _, error = min(failures, key=lambda f: f[:2])
-        if not lost_connection or time.monotonic() > until:
-            return error
-        time.sleep(0.01)
+    failures = [failure(rank) for rank in ranks if rank.died]
+    return min(failures, key=lambda failed: failed[0])[1]  # the first one of equals
 
 
-def failure(rank: "RankProcess") -> tuple[bool, float, LaunchError]:
-    """Whether a dead rank had only lost its connection, when it failed, and its error."""
+def failure(rank: "RankProcess") -> tuple[bool, LaunchError]:
+    """Whether a dead rank most likely failed because another one had, and its error."""
     code = rank.process.exitcode
     name = f"rank {rank.number}"
     if rank.file("failure").exists():
         told = pickle.loads(rank.file("failure").read_bytes())
         message = f"{name} raised {told['error']}{stack(told['frames'])}"
-        error = LaunchError(message, rank.number, code, told["traceback"])
-        return told["lost_connection"], told["time"], error
+        return told["lost_connection"], LaunchError(message, rank.number, code, told["traceback"])
     if code < 0:
         message = f"{name} was ended by {signal_name(-code)}"
     else:
         message = f"{name} exited with code {code} before its function returned"
     crash = rank.file("crash").read_text() if rank.file("crash").exists() else ""
-    return False, rank.died, LaunchError(message, rank.number, code, crash)
+    aborted = code == -signal.SIGABRT  # C++ gives up, most often over a lost connection
+    return aborted, LaunchError(message, rank.number, code, crash)
 
 
 def signal_name(number: int) -> str:

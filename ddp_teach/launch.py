@@ -12,10 +12,12 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_teach.call import check_arguments, loads, pack, pack_result
-from ddp_teach.failures import LaunchError, LaunchTimeout, first_failure, out_of_time
+from ddp_teach.failures import LaunchError, LaunchTimeout, first_cause, out_of_time
 from ddp_teach.rank import DONE, init_process_group
 from ddp_teach.rank_process import RankProcess
 
@@ -49,17 +51,17 @@ def launch(
     ``if __name__ == "__main__"`` is needed.
 
     Arguments and results are copies. A module that is passed in is trained in the ranks, not here:
-    return what you need of it. Tensors arrive on the CPU, both ways. Every rank starts from torch's
-    default seed, the same in all of them, whatever the state here; ``fn`` may seed. Environment
-    variables and the working directory are those of this process.
+    return what you need of it. Tensors arrive on the CPU, both ways. The random numbers of torch,
+    numpy and ``random`` start from the rank as their seed: different on every rank, the same in
+    every launch. Environment variables and the working directory are those of this process.
 
     What ranks print is shown when all have ended, in rank order, each line after ``[rank 0]``;
     with ``live=True`` as it comes.
 
     Under ``torchrun`` the same call joins the ranks that torchrun started: it runs ``fn`` on this
-    one and returns the results of all. How many ranks there are, when they are given up and where
-    their text goes is then torchrun's to decide; ``nprocs``, ``timeout`` and ``live`` have no
-    effect.
+    process, with these very arguments, and returns the results of all. How many ranks there are,
+    when they are given up and where their text goes is then torchrun's to decide; ``nprocs``,
+    ``timeout`` and ``live`` have no effect.
 
     Raises:
         LaunchError: a rank raised, exited or was killed. It tells which was first, and why.
@@ -70,16 +72,17 @@ def launch(
     In each case no rank is left running.
     """
     check_arguments(fn, args, kwargs, nprocs, timeout, live)
-    call = pack(fn, args, kwargs)
     if os.environ.keys() >= TORCHRUN:
-        return run_under_torchrun(call, nprocs)
+        return run_under_torchrun(partial(fn, *args, **kwargs), nprocs)
+    call = pack(fn, args, kwargs)
     folder = Path(tempfile.mkdtemp(prefix="ddp_teach-"))  # only this user can read it
-    ranks = [RankProcess(number, folder) for number in range(nprocs)]
+    ranks: list[RankProcess] = []
     try:
         (folder / "call").write_bytes(call)
         try:
-            for rank in ranks:
-                rank.start(nprocs, timeout)
+            for number in range(nprocs):
+                ranks.append(RankProcess(number, folder))
+                ranks[-1].start(nprocs, timeout)
             watch(ranks, timeout, live)
         finally:
             end(ranks)
@@ -102,8 +105,8 @@ def watch(ranks: list[RankProcess], timeout: float, live: bool) -> None:
             rank.listen()
             if live:
                 rank.print_output(ended=False)
-        if any(rank.died is not None for rank in ranks):
-            raise first_failure(ranks)
+        if any(rank.died for rank in ranks):
+            raise first_cause(ranks)
         if not all_running and all(rank.running for rank in ranks):
             all_running, limit = True, timeout
             deadline = time.monotonic() + timeout
@@ -141,7 +144,7 @@ def join(processes: list[multiprocessing.process.BaseProcess], seconds: float) -
         process.join(max(until - time.monotonic(), 0))
 
 
-def run_under_torchrun(call: bytes, nprocs: int) -> list:
+def run_under_torchrun(call: Callable[[], Any], nprocs: int) -> list:
     """Run the call on this rank, one of those that torchrun started; return all ranks' results."""
     if not dist.is_initialized():
         init_process_group()
@@ -149,7 +152,6 @@ def run_under_torchrun(call: bytes, nprocs: int) -> list:
     world_size = dist.get_world_size()
     if nprocs != world_size and dist.get_rank() == 0:
         print(f"launch: torchrun started {world_size} ranks, so nprocs={nprocs} has no effect")
-    fn, args, kwargs = loads(call)
     results = [b""] * world_size
-    dist.all_gather_object(results, pack_result(fn(*args, **kwargs)))
+    dist.all_gather_object(results, pack_result(call(), pickle.Pickler))
     return [loads(result) for result in results]

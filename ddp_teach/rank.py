@@ -11,12 +11,12 @@ import datetime
 import faulthandler
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -70,6 +71,8 @@ def run_call(
 ) -> None:
     """Join the process group, run the call, leave its result in the folder."""
     torch.set_num_threads(1)  # ranks share the cores
+    for seed in torch.manual_seed, numpy.random.seed, random.seed:  # forked, all would be equal
+        seed(rank)
     init_process_group(
         store=dist.FileStore(str(folder / "store"), world_size),
         rank=rank,
@@ -77,7 +80,6 @@ def run_call(
         timeout=datetime.timedelta(seconds=min(timeout + 60, 1e8)),  # the launcher's comes first
     )
     fn, args, kwargs = loads((folder / "call").read_bytes())
-    share_main(fn)
     launcher.send_bytes(RUNNING)
     write(folder / f"{rank}.result", pack_result(fn(*args, **kwargs)))
 
@@ -125,13 +127,6 @@ def init_process_group(**rendezvous: Any) -> None:
         dist.init_process_group("gloo", **rendezvous)
 
 
-def share_main(fn: Any) -> None:
-    """Let pickle find in ``__main__`` what a function from a notebook or script refers to."""
-    for name, value in getattr(fn, "__globals__", {}).items():
-        if getattr(value, "__module__", None) == "__main__":
-            setattr(sys.modules["__main__"], name, value)
-
-
 def write(path: Path, data: bytes) -> None:
     """Write the file in one step: whoever finds it finds all of it."""
     part = path.with_name(path.name + ".part")
@@ -143,7 +138,6 @@ def describe(error: BaseException) -> dict[str, Any]:
     """What the launcher has to know about an exception, in plain types."""
     steps = traceback.walk_tb(error.__traceback__)
     return {
-        "time": time.monotonic(),
         "error": "".join(traceback.format_exception_only(error)).strip(),
         "frames": [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in steps],
         "traceback": "".join(traceback.format_exception(error)),

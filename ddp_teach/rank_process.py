@@ -6,7 +6,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,8 +33,7 @@ class RankProcess:
         self.number, self.folder = number, folder
         self.connection, self.theirs = multiprocessing.Pipe()
         self.process: multiprocessing.process.BaseProcess | None = None
-        self.running = self.returned = False
-        self.died: float | None = None  # when that was noticed, by time.monotonic()
+        self.running = self.returned = self.died = False
         self.stands: dict | None = None  # its answer to the question where it stands
         self.shown = 0  # bytes of its text
 
@@ -71,8 +69,7 @@ class RankProcess:
                 self.returned = self.returned or message == RETURNED
                 if message not in (RUNNING, RETURNED):
                     self.stands = pickle.loads(message)
-        if self.died is None and not self.process.is_alive():
-            self.died = time.monotonic()
+        self.died = not self.process.is_alive()
 
     def print_output(self, ended: bool = True) -> None:
         """Print what the rank has printed since the last time: whole lines, until it has ended."""

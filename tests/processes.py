@@ -1,0 +1,51 @@
+"""What a launch may leave behind, looked up in the operating system."""
+
+import glob
+import os
+import tempfile
+import time
+
+import psutil
+
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # stay, for speed
+
+
+def ranks_below(pid=None):
+    """Processes below ``pid`` (this one) that are neither ended nor Python's own servers.
+
+    A rank has the same command line as the server that it was forked from, its own parent.
+    """
+    try:
+        children = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    found = []
+    for child in children:
+        try:
+            server = any(name in " ".join(child.cmdline()) for name in SERVERS)
+            found += child.children(recursive=True) if server else [child]
+        except psutil.NoSuchProcess:
+            continue
+    return [process for process in found if is_alive(process.pid)]
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition, seconds=20.0):
+    """Whether ``condition()`` comes true within so many seconds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def folders():
+    """Private folders of launches that are still there."""
+    return set(glob.glob(os.path.join(tempfile.gettempdir(), "ddp_teach-*")))
