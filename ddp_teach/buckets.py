@@ -8,6 +8,7 @@ decides the order in which a ring all-reduce adds them up, and so the last bit o
 """
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -64,52 +65,68 @@ class Bucket:
     """One flat tensor that carries the gradients of several parameters through one all-reduce.
 
     ``indices`` are the parameters' places in the model, ``names`` and ``params`` belong to them,
-    ``flat`` has shape ``[sum of numel]``, and ``views[k]`` is the part of ``flat`` that holds the
-    gradient of ``params[k]``, in that parameter's own shape and memory layout.
+    ``flat`` has shape ``[numel]`` and ``nbytes`` bytes, and ``views[k]`` is the part of ``flat``
+    that holds the gradient of ``params[k]``, in that parameter's own shape and memory layout.
     """
 
     def __init__(self, indices: Sequence[int], params: Sequence[Tensor], names: Sequence[str]):
         self.indices, self.params, self.names = list(indices), list(params), list(names)
-        numels = [p.numel() for p in self.params]
-        self.offsets = [sum(numels[:k]) for k in range(len(numels))]
-        self.flat = params[0].new_zeros(sum(numels))
-        self.views = [view_like(p, self.flat, o) for p, o in zip(params, self.offsets, strict=True)]
-        self.pending = len(self.params)  # gradients still missing in this backward pass
+        *self.offsets, self.numel = accumulate((p.numel() for p in self.params), initial=0)
+        self.nbytes = self.numel * self.params[0].element_size()
+        self.large = self.nbytes > LARGE_BYTES * len(self.params)
+        self.pending = 0  # gradients still to come in this backward pass
         self.has_gaps = False  # whether pack() found a parameter without a gradient
+        self.gives_views = False  # whether the views will become the gradients of this pass
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.flat = self.params[0].new_empty(self.numel, requires_grad=False)
+        members = zip(self.params, self.offsets, strict=True)
+        self.views = [view_like(p, self.flat, offset) for p, offset in members]
+
+    def expect(self) -> None:
+        """A backward pass begins: every gradient is still to come."""
+        self.pending, self.has_gaps = len(self.params), False
+        # A new gradient belongs to nobody yet, so a view can take its place and need no copying
+        # back; a gradient that is there already may be held by others and is written in place.
+        may_replace = self.large and not torch.is_grad_enabled()
+        self.gives_views = may_replace and all(p.grad is None for p in self.params)
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         """Copy every gradient into the flat tensor, divided by ``divisor``; a missing one is zero.
 
         ``reciprocal`` multiplies by ``1 / divisor``, as torch's reducer does: for 3 ranks that is
-        not the same to the bit as dividing.
+        not the same to the bit as dividing. Call it with gradients switched off.
         """
+        if self.gives_views:
+            self.flat = self.views = None  # so that their memory can be used again at once
+            self._allocate()
         grads = [p.grad for p in self.params]
         self.has_gaps = any(g is None for g in grads)
         if self.has_gaps:
             pairs = zip(grads, self.views, strict=True)
             grads = [torch.zeros_like(v) if g is None else g for g, v in pairs]
-        with torch.no_grad():
-            if reciprocal and self.nbytes > LARGE_BYTES * len(grads):
-                for grad, view in zip(grads, self.views, strict=True):
-                    torch.mul(grad, 1.0 / divisor, out=view)
-                return
-            torch._foreach_copy_(self.views, grads)
-            if divisor != 1:
-                self.flat.mul_(1.0 / divisor) if reciprocal else self.flat.div_(divisor)
+        if self.large and reciprocal:
+            for grad, view in zip(grads, self.views, strict=True):
+                torch.mul(grad, 1.0 / divisor, out=view)
+            return
+        torch._foreach_copy_(self.views, grads)
+        if divisor != 1:
+            self.flat.mul_(1.0 / divisor) if reciprocal else self.flat.div_(divisor)
 
     def unpack(self, leave: Collection[int] = ()) -> None:
-        """Copy the flat tensor back into the gradients, creating those that are missing.
-
-        Parameters whose index is in ``leave`` keep the gradient they have.
-        """
-        kept = [k for k, i in enumerate(self.indices) if i not in leave]
-        if self.has_gaps:
-            for p in (self.params[k] for k in kept):
-                p.grad = torch.empty_like(p) if p.grad is None else p.grad
-        if kept:
-            grads, views = [self.params[k].grad for k in kept], [self.views[k] for k in kept]
-            with torch.no_grad():
-                torch._foreach_copy_(grads, views)
+        """Make the flat tensor's contents the gradients, except for indices in ``leave``. Call it
+        with gradients switched off."""
+        grads, views = [p.grad for p in self.params], self.views
+        if leave or self.has_gaps or self.gives_views:
+            kept = [k for k, i in enumerate(self.indices) if i not in leave]
+            for k in kept:
+                if self.gives_views or grads[k] is None:
+                    self.params[k].grad = views[k] if self.gives_views else views[k].clone()
+            kept = [k for k in kept if not self.gives_views and grads[k] is not None]
+            grads, views = [grads[k] for k in kept], [views[k] for k in kept]
+        if grads:
+            torch._foreach_copy_(grads, views)
 
     def without_gradients(self) -> "Bucket":
         """A bucket of the same shape whose parameters have no gradients: it sends zeros."""
@@ -120,13 +137,8 @@ class Bucket:
         members = zip(self.indices, self.params, self.views, strict=True)
         return {i for i, p, v in members if i in indices and p.grad is None and not v.any()}
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the flat tensor in bytes."""
-        return self.flat.numel() * self.flat.element_size()
-
     def __repr__(self) -> str:
-        size = f"{self.flat.numel()} x {str(self.flat.dtype).removeprefix('torch.')}"
+        size = f"{self.numel} x {str(self.flat.dtype).removeprefix('torch.')}"
         return f"Bucket({size}, {self.nbytes} bytes: {', '.join(self.names)})"
 
 
@@ -141,20 +153,26 @@ class GradientBucket(Bucket):
                 view.copy_(p.grad.detach())
                 p.grad = view
 
+    def expect(self) -> None:
+        self.pending, self.has_gaps = len(self.params), False
+
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         inside = [p.grad is view for p, view in zip(self.params, self.views, strict=True)]
-        self.has_gaps = any(p.grad is None for p in self.params)
         if not any(inside):
             super().pack(divisor, reciprocal)
-        for p, view, is_inside in zip(self.params, self.views, inside, strict=True):
-            # torch's reducer divides what already lies in the bucket and multiplies what it copies
-            if any(inside):
-                with torch.no_grad():
-                    if not is_inside:
-                        view.zero_() if p.grad is None else view.copy_(p.grad)
-                    view.mul_(1.0 / divisor) if reciprocal and not is_inside else view.div_(divisor)
+        else:
+            self._pack_around(inside, divisor, reciprocal)
+        for p, view in zip(self.params, self.views, strict=True):
             if p.grad is not None:
                 p.grad = view
+
+    def _pack_around(self, inside: list[bool], divisor: float, reciprocal: bool) -> None:
+        self.has_gaps = any(p.grad is None for p in self.params)
+        for p, view, is_inside in zip(self.params, self.views, inside, strict=True):
+            if not is_inside:
+                view.zero_() if p.grad is None else view.copy_(p.grad)
+            # torch's reducer divides what already lies in the bucket and multiplies what it copies
+            view.mul_(1.0 / divisor) if reciprocal and not is_inside else view.div_(divisor)
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         for i, p, view in zip(self.indices, self.params, self.views, strict=True):
@@ -166,10 +184,8 @@ class SparseBucket(Bucket):
     """The bucket of one parameter with sparse gradients: ``flat`` is the sparse tensor itself, and
     only the rows that some rank has travel."""
 
-    def __init__(self, indices: Sequence[int], params: Sequence[Tensor], names: Sequence[str]):
-        super().__init__(indices, [params[0][:0]], names)
-        self.params, self.views = [params[0]], []
-        self.flat = torch.zeros_like(params[0], layout=torch.sparse_coo)
+    def _allocate(self) -> None:
+        self.flat, self.views = torch.zeros_like(self.params[0], layout=torch.sparse_coo), []
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         grad = self.params[0].grad
@@ -181,7 +197,7 @@ class SparseBucket(Bucket):
                 f"{self.names[0]} belongs to a layer with sparse=True but has a dense gradient; "
                 "set sparse=False where the layer is made, and wrap the model again."
             )
-        self.flat = grad.detach().coalesce() / divisor
+        self.flat = grad.coalesce() / divisor
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         if self.indices[0] not in leave:

@@ -54,8 +54,7 @@ def copy_result(result: Tensor | list[Tensor], bucket: Bucket) -> None:
     if result.is_sparse:
         bucket.flat = result
     elif result.data_ptr() != bucket.flat.data_ptr() or result.dtype != bucket.flat.dtype:
-        with torch.no_grad():
-            bucket.flat.copy_(result.view(bucket.flat.shape))
+        bucket.flat.copy_(result.view(bucket.flat.shape))
 
 
 def check_hook(hook: Callable) -> None:

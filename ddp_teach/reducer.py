@@ -92,7 +92,7 @@ class Reducer:
         self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
         self.in_flight: list[Bucket] = []
         for bucket in self.buckets:
-            bucket.pending = len(bucket.params)
+            bucket.expect()
 
     # Forward: remember which kind of forward pass a later backward pass belongs to.
 
@@ -178,13 +178,16 @@ class Reducer:
         self.in_flight.append(bucket)
         if self.skip_unused and self.skipped.issuperset(bucket.indices):
             bucket.work = None
-        elif self.comm_hook is None:
-            bucket.pack(self.divisor, self.reciprocal)
-            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
-        else:
-            bucket.pack()
-            state, hook = self.comm_hook
-            bucket.work = hook(state, GradBucket(bucket, len(self.in_flight), len(self.buckets)))
+            return
+        with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
+            if self.comm_hook is None:
+                bucket.pack(self.divisor, self.reciprocal)
+                bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            else:
+                bucket.pack()
+                state, hook = self.comm_hook
+                position = len(self.in_flight), len(self.buckets)
+                bucket.work = hook(state, GradBucket(bucket, *position))
 
     def _wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
@@ -218,7 +221,8 @@ class Reducer:
             problem = self.check_model() if taking_part else None
             if count is not None:
                 count.wait()
-            self._write_back(idle, taking_part)
+            with torch.no_grad():
+                self._write_back(idle, taking_part)
         finally:
             self.task, self.expecting = None, False
         self._learn(taking_part)
