@@ -50,11 +50,12 @@ class AverageAfterBackward(SameStart):
     step: equal models with equal gradients stay equal. But the network idles while backward
     computes, and the processor idles while gradients travel."""
 
+    @torch.no_grad()
     def sync_gradients(self) -> None:
         """Replace every gradient by its mean over all ranks; one that is ``None`` stays so."""
         for param in self.module.parameters():
             if param.requires_grad and param.grad is not None:
-                self._all_reduce_mean(param.grad.detach())
+                self._all_reduce_mean(param.grad)
 
     def _all_reduce_mean(self, tensor: Tensor, async_op: bool = False) -> dist.Work | None:
         # divided before the sum, which could overflow; by the reciprocal, to equal torch to the bit
@@ -70,32 +71,32 @@ class OverlappedHooks(AverageAfterBackward):
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__(module, process_group)
-        self.params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.backward_id, self.ready, self.in_flight = None, set(), []
-        for name, param in self.params.items():
-            param.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+        for param in self.names:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _on_gradient(self, name: str, param: nn.Parameter) -> None:
+    @torch.no_grad()
+    def _on_gradient(self, param: nn.Parameter) -> None:
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self.backward_id:  # the first gradient of a new backward pass
             for work, _ in self.in_flight:  # left by a pass that an exception broke off
                 work.wait()
             self.backward_id, self.ready, self.in_flight = backward_id, set(), []
             Variable._execution_engine.queue_callback(self._end_of_backward)
-        self.ready.add(name)
-        self._launch(param.grad.detach())
+        self.ready.add(param)
+        self._launch(param.grad)
 
     def _launch(self, grad: Tensor) -> None:
         mean = grad.clone()  # a copy travels, so that nobody reads or writes half a result
         work = self._all_reduce_mean(mean, async_op=True)
         self.in_flight.append((work, partial(grad.copy_, mean)))
 
+    @torch.no_grad()
     def _end_of_backward(self) -> None:
-        if missing := [name for name in self.params if name not in self.ready]:
-            raise RuntimeError(
-                f"Rank {dist.get_rank()} got no gradient for {', '.join(missing)}. Every rank must "
-                "use every parameter in every backward pass; freeze others before wrapping."
-            )
+        if unused := [name for param, name in self.names.items() if param not in self.ready]:
+            what = f"Rank {dist.get_rank()} got no gradient for {', '.join(unused)}"
+            raise RuntimeError(f"{what}. Use it in every step, or freeze it before wrapping.")
         for work, write_back in self.in_flight:
             work.wait()
             write_back()
@@ -115,23 +116,22 @@ class Buckets(OverlappedHooks):
         bucket_cap_mb: float | None = None,  # None: 1 MiB for the first bucket, then 25
     ):
         super().__init__(module, process_group)
-        names, params = list(self.params)[::-1], list(self.params.values())[::-1]
-        self.buckets = [
-            Bucket(
-                [len(params) - 1 - i for i in indices],
-                [params[i] for i in indices],
-                [names[i] for i in indices],
-            )
-            for indices in assign_buckets(params, bucket_caps(bucket_cap_mb))
-        ]
+        self.buckets, params = [], list(self.names)[::-1]
+        for indices in assign_buckets(params, bucket_caps(bucket_cap_mb)):
+            members = [params[i] for i in indices]
+            places = [len(params) - 1 - i for i in indices]
+            self.buckets.append(Bucket(places, members, [self.names[p] for p in members]))
 
     def _launch(self, grad: Tensor) -> None:
         for bucket in self.buckets[len(self.in_flight) :]:
-            if not self.ready.issuperset(bucket.names):
+            if not self.ready.issuperset(bucket.params):
                 break
             bucket.pack()
             work = self._all_reduce_mean(bucket.flat, async_op=True)
             self.in_flight.append((work, bucket.unpack))
+
+    def extra_repr(self) -> str:
+        return "\n".join(map(repr, self.buckets))
 
 
 LADDER = (ForwardOnly, SameStart, AverageAfterBackward, OverlappedHooks, Buckets)

@@ -324,6 +324,21 @@ def expected_counts(name):
     }
 
 
+def layout():
+    return repr(Buckets(MODELS["mlp"](), **SMALL))
+
+
+@pytest.mark.buckets
+def test_repr_shows_the_buckets_in_launch_order():
+    for text in launch(layout):
+        lines = [line.strip() for line in text.splitlines() if "Bucket(" in line]
+        assert lines == [
+            "Bucket(27 x float32, 108 bytes: 4.bias, 4.weight)",
+            "Bucket(72 x float32, 288 bytes: 2.bias, 2.weight)",
+            "Bucket(40 x float32, 160 bytes: 0.bias, 0.weight)",
+        ]
+
+
 @pytest.mark.parametrize("name", ["tied", "frozen", "dtypes"])
 @pytest.mark.parametrize("step", marked(*LADDER))
 def test_tied_parameters_travel_once_frozen_ones_never_and_a_bucket_has_one_dtype(
