@@ -9,6 +9,7 @@ decides the order in which a ring all-reduce adds them up, and so the last bit o
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class Bucket:
         self.pending = 0  # gradients still to come in this backward pass
         self.has_gaps = False  # whether pack() found a parameter without a gradient
         self.gives_views = False  # whether the views will become the gradients of this pass
+        self.work: Any = None  # the all-reduce now running; has a method wait()
         self._allocate()
 
     def _allocate(self) -> None:
@@ -86,7 +88,7 @@ class Bucket:
 
     def expect(self) -> None:
         """A backward pass begins: every gradient is still to come."""
-        self.pending, self.has_gaps = len(self.params), False
+        self.pending, self.has_gaps, self.work = len(self.params), False, None
         # A new gradient belongs to nobody yet, so a view can take its place and need no copying
         # back; a gradient that is there already may be held by others and is written in place.
         may_replace = self.large and not torch.is_grad_enabled()
@@ -154,7 +156,7 @@ class GradientBucket(Bucket):
                 p.grad = view
 
     def expect(self) -> None:
-        self.pending, self.has_gaps = len(self.params), False
+        self.pending, self.has_gaps, self.work = len(self.params), False, None
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         inside = [p.grad is view for p, view in zip(self.params, self.views, strict=True)]
@@ -205,6 +207,15 @@ class SparseBucket(Bucket):
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()
+
+
+def make_bucket(
+    managed: Sequence[tuple[str, Tensor, bool]], as_view: bool, indices: Sequence[int]
+) -> Bucket:
+    """The right kind of bucket for those of ``managed`` (name, parameter, has a sparse gradient)."""
+    names, params, sparse = zip(*(managed[i] for i in indices), strict=True)
+    kind = SparseBucket if any(sparse) else GradientBucket if as_view else Bucket
+    return kind(indices, params, names)
 
 
 def view_like(param: Tensor, flat: Tensor, offset: int) -> Tensor:

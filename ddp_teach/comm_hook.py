@@ -16,18 +16,18 @@ from ddp_teach.buckets import Bucket
 
 class GradBucket:
     """What a hook is given; the methods of ``torch.distributed.GradBucket``, which cannot be made
-    in Python. ``position`` counts from 1 to ``of``, in launch order."""
+    in Python."""
 
-    def __init__(self, bucket: Bucket, position: int, of: int):
-        self._bucket, self._position, self._of = bucket, position, of
+    def __init__(self, bucket: Bucket, place: int, is_last: bool):
+        self._bucket, self._place, self._is_last = bucket, place, is_last
 
     def index(self) -> int:
         """The bucket's place in launch order, from 0."""
-        return self._position - 1
+        return self._place
 
     def is_last(self) -> bool:
         """Whether this is the last bucket of this backward pass."""
-        return self._position == self._of
+        return self._is_last
 
     def buffer(self) -> Tensor:
         """The flat tensor with the gradients of this rank, not yet divided."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ddp_teach.unused import accumulation_nodes, not_reached
+
 UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one. "
     "This error indicates that "
@@ -44,25 +46,29 @@ class Complaint:
     pass, or for the step of an optimizer."""
 
     def __init__(self, rank: int, names: Sequence[str], params: Sequence[Tensor]):
-        self.rank, self.names, self.ids = rank, names, {id(p) for p in params}
+        self.rank, self.names, self.params = rank, names, params
         self.message = self.last_message = self.step_hook = None
 
-    def file(self, what: str, indices: Sequence[int]) -> None:
-        """Keep a complaint for later; it replaces one that still waits."""
-        self.withdraw()
-        places = " ".join(str(i) for i in indices)
-        names = ", ".join(self.names[i] for i in indices)
-        self.message = (
-            f"{what}\nParameter indices which did not receive grad for rank {self.rank}: {places}\n"
-            f"Parameters which did not receive grad for rank {self.rank}: {names}"
-        )
-        self.step_hook = register_optimizer_step_pre_hook(self._before_step)
+    def speak(
+        self, problem: str | None, late: Sequence[int], missing: Sequence[int], static: bool
+    ) -> None:
+        """At the end of a backward pass: raise ``RuntimeError`` for ``problem``, or for ``late``
+        gradients; file a complaint about ``missing`` ones."""
+        nodes = accumulation_nodes(self.params[i] for i in missing)
+        if late and static:
+            self._file(GRAPH_SHRANK, late)
+        elif silent := [missing[k] for k in not_reached(nodes)]:
+            self._file(GRAPH_SHRANK if static else UNUSED, silent)
+        if problem is None and late:
+            names = ", ".join(self.names[i] for i in late)
+            problem = f"{GRAPH_GREW if static else LATE} On rank {self.rank}: {names}"
+        if problem is not None:
+            self.raise_now(problem)
 
-    def withdraw(self) -> None:
-        """Forget the complaint, and leave no hook behind in torch's optimizers."""
-        if self.step_hook is not None:
-            self.step_hook.remove()
-        self.message = self.step_hook = None
+    def raise_now(self, message: str) -> None:
+        """Raise ``RuntimeError``, and remember the message."""
+        self.last_message = message
+        raise RuntimeError(message)
 
     def raise_if_filed(self) -> None:
         """Raise the waiting complaint as ``RuntimeError``, once."""
@@ -71,12 +77,22 @@ class Complaint:
             self.withdraw()
             self.raise_now(message)
 
-    def raise_now(self, what: str, indices: Sequence[int] = ()) -> None:
-        """Raise ``RuntimeError``, naming the parameters at ``indices``."""
-        names = ", ".join(self.names[i] for i in indices)
-        self.last_message = what + (f" On rank {self.rank}: {names}" if names else "")
-        raise RuntimeError(self.last_message)
+    def withdraw(self) -> None:
+        """Forget the complaint, and leave no hook behind in torch's optimizers."""
+        if self.step_hook is not None:
+            self.step_hook.remove()
+        self.message = self.step_hook = None
+
+    def _file(self, what: str, indices: Sequence[int]) -> None:
+        self.withdraw()
+        who = f"did not receive grad for rank {self.rank}:"
+        places, names = " ".join(map(str, indices)), ", ".join(self.names[i] for i in indices)
+        self.message = (
+            f"{what}\nParameter indices which {who} {places}\nParameters which {who} {names}"
+        )
+        self.step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"]):
+        ours = set(self.params)
+        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.raise_if_filed()

@@ -104,6 +104,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if self.reducer is None:
             return self.module(*inputs, **kwargs)
+        self.reducer.complaint.raise_if_filed()
         self.reducer.before_forward()
         joining = self._join_config.enable
         if joining:

@@ -31,7 +31,7 @@ class Shadow(JoinHook):
         synchronises = agree_to_synchronise(wrapper, False)
         wrapper.require_forward_param_sync = synchronises
         if synchronises:
-            wrapper.reducer.shadow()
+            wrapper.reducer.complete(taking_part=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of one that trained to the end."""

@@ -38,15 +38,13 @@ class UsageCount:
         self.group = group
         self.counts = torch.zeros(n, dtype=torch.int32, device=device)
 
-    def share(self, idle_here: Sequence[int]) -> dist.Work:
-        """Start counting over all ranks; this rank used all parameters but those at
-        ``idle_here``."""
+    def share(self, idle: Sequence[int]) -> dist.Work:
+        """Start counting over all ranks; this one used all parameters but those at ``idle``."""
         used = torch.ones(len(self.counts), dtype=torch.int32)
-        used[list(idle_here)] = 0
+        used[list(idle)] = 0
         self.counts.copy_(used)
         return dist.all_reduce(self.counts, group=self.group, async_op=True)
 
     def used_nowhere(self) -> set[int]:
-        """Positions of the parameters that no rank used; valid once ``share`` has been waited
-        for."""
+        """Positions of the parameters that no rank used; wait for ``share`` first."""
         return {i for i, count in enumerate(self.counts.tolist()) if count == 0}
