@@ -212,7 +212,7 @@ class SparseBucket(Bucket):
 def make_bucket(
     managed: Sequence[tuple[str, Tensor, bool]], as_view: bool, indices: Sequence[int]
 ) -> Bucket:
-    """The right kind of bucket for those of ``managed`` (name, parameter, has a sparse gradient)."""
+    """The right kind of bucket for some of ``managed`` (name, parameter, has sparse gradient)."""
     names, params, sparse = zip(*(managed[i] for i in indices), strict=True)
     kind = SparseBucket if any(sparse) else GradientBucket if as_view else Bucket
     return kind(indices, params, names)

@@ -61,12 +61,10 @@ def check_hook(hook: Callable) -> None:
     """Raise ``TypeError`` or ``ValueError``, as torch does, if ``hook`` cannot be a hook."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {hook!r}.")
-    signature = inspect.signature(hook)
+    signature, empty = inspect.signature(hook), inspect.Signature.empty
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
+    if bucket is not None and bucket.annotation not in (empty, dist.GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    future = torch.futures.Future[torch.Tensor]
-    if signature.return_annotation not in (inspect.Signature.empty, future):
-        raise ValueError(
-            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
-        )
+    if signature.return_annotation not in (empty, torch.futures.Future[torch.Tensor]):
+        future = "torch.futures.Future[torch.Tensor]"
+        raise ValueError(f"Communication hook: return annotation should be {future}.")

@@ -61,8 +61,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.bucket_caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap_list = self.bucket_caps if bucket_cap_mb_list else []
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        given = (f for f in (forward_sync_buffers, broadcast_buffers, True) if f is not None)
-        self.forward_sync_buffers = next(given)
+        flags = (forward_sync_buffers, broadcast_buffers, True)
+        self.forward_sync_buffers = next(flag for flag in flags if flag is not None)
         self._place(device_ids, output_device)
         if init_sync and self.process_group is not None:
             self._start_equal(forward_sync_buffers is not None or self.forward_sync_buffers)
@@ -80,10 +80,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
 
     def _start_equal(self, sync_buffers: bool) -> None:
-        named = [(n, p) for n, p, _ in managed_parameters(self.module, self.parameters_to_ignore)]
-        check_same_model(named, self.process_group, self.device)
-        states = self.module, self.process_group, self.parameters_to_ignore
-        broadcast_states(*states, buffers=sync_buffers)
+        group, ignored = self.process_group, self.parameters_to_ignore
+        named = [(n, p) for n, p, _ in managed_parameters(self.module, ignored)]
+        check_same_model(named, group, self.device)
+        broadcast_states(self.module, group, ignored, buffers=sync_buffers)
 
     def _attach(self) -> None:
         """Put hooks on the parameters; the end of the wrapper takes them off again."""
@@ -110,9 +110,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if joining:
             uneven.announce(self)
         if self.will_sync_module_buffers():
-            self.buffer_sync(uneven.agree_on_rank(self, True) if joining else 0)
+            self.buffer_sync(
+                uneven.highest(self, dist.get_rank(self.process_group)) if joining else 0
+            )
         if joining:
-            uneven.agree_to_synchronise(self, self.require_backward_grad_sync)
+            uneven.highest(self, int(self.require_backward_grad_sync))
         if self.device_ids:
             (inputs,), (kwargs,) = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
         output = self.module(*inputs, **kwargs)
@@ -192,8 +194,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def extra_repr(self) -> str:
         if self.process_group is None:
             return "world of one: no process group, gradients stay as they are"
-        lines = [
-            f"world size {dist.get_world_size(self.process_group)}, "
-            f"{len(self.buckets)} bucket(s) in launch order:"
-        ]
-        return "\n".join([*lines, *(f"  {bucket!r}" for bucket in self.buckets)])
+        world_size, count = dist.get_world_size(self.process_group), len(self.buckets)
+        head = f"world size {world_size}, {count} bucket(s) in launch order:"
+        return "\n".join([head, *(f"  {bucket!r}" for bucket in self.buckets)])

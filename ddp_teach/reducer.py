@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ddp_teach import buckets, unused
 from ddp_teach.comm_hook import GradBucket, copy_result
@@ -32,20 +33,15 @@ class Reducer(BackwardPasses):
 
     ``managed`` holds name, parameter, and whether its gradient is sparse; ``caps`` are bucket sizes
     in bytes; ``options`` is the wrapper, whose arguments of torch's names are read here.
-    ``check_model`` is called while the network works and may return an error message.
+    ``watch`` is called while the network works, and may return an error message.
     """
 
     def __init__(
-        self,
-        managed: Sequence[tuple[str, nn.Parameter, bool]],
-        group: dist.ProcessGroup,
-        caps: Sequence[int],
-        options: Any,
-        check_model: Callable[[], str | None],
+        self, managed: Sequence, group: ProcessGroup, caps: list[int], options: Any, watch: Callable
     ):
         super().__init__()
         names, self.params, self.sparse = zip(*managed, strict=True)
-        self.group, self.caps, self.check_model = group, caps, check_model
+        self.group, self.caps, self.check_model = group, caps, watch
         self.divisor, self.reciprocal = dist.get_world_size(group), not options.batched_grad_copy
         self.static = options.static_graph
         self.detect_unused = options.find_unused_parameters and not self.static
@@ -202,8 +198,8 @@ class Reducer(BackwardPasses):
                 bucket.unpack(leave if may_be_idle or not idle else bucket.empty_among(idle))
 
     def _learn(self, lesson: str, taking_part: bool) -> None:
-        """``fires``: how often each hook fires in a static graph. ``order``: in which order rank 0's
-        gradients became ready; new buckets are cut in that order."""
+        """``fires``: how often each hook fires in a static graph. ``order``: in which order the
+        gradients of rank 0 became ready; new buckets are cut in that order."""
         if lesson == "fires":
             self.fires = [UNKNOWN - n for n in self.remaining] if taking_part else self.fires
             return

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_teach.buckets import assign_buckets
+
 CHUNK_BYTES = 250 * 1024 * 1024  # so that the copy which is sent stays small beside the model
 
 
@@ -84,24 +86,11 @@ def broadcast_states(
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     states = [tensor for name, tensor in named if name not in ignored]
     with torch.no_grad():
-        for places in chunks(states):
+        for places in assign_buckets(states, [CHUNK_BYTES]):
             chunk = [states[k] for k in places]
             room = FlatBytes(chunk)
             room.broadcast(chunk, group, src)
             room.work.wait()
-
-
-def chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Places of ``tensors`` in runs on one device and of about ``CHUNK_BYTES`` at most."""
-    runs: list[list[int]] = []
-    nbytes, device = 0, None
-    for k in sorted(range(len(tensors)), key=lambda k: str(tensors[k].device)):
-        if nbytes > CHUNK_BYTES or tensors[k].device != device:
-            runs.append([])
-            nbytes, device = 0, tensors[k].device
-        runs[-1].append(k)
-        nbytes += tensors[k].numel() * tensors[k].element_size()
-    return runs
 
 
 class BufferSync:
@@ -124,10 +113,11 @@ class BufferSync:
     def __call__(self, src: int = 0) -> None:
         found = (registry.get(name) for registry, name in self.places)
         tensors = [buffer for buffer in found if buffer is not None]
+        devices = dict.fromkeys(t.device for t in tensors)
+        per_device = [[t for t in tensors if t.device == d] for d in devices]
         layout = [(t.shape, t.dtype, t.device) for t in tensors]
         if layout != self.layout:
-            runs = [(places, [tensors[k] for k in places]) for places in chunks(tensors)]
-            self.layout, self.rooms = layout, [(places, FlatBytes(run)) for places, run in runs]
+            self.layout, self.rooms = layout, [FlatBytes(some) for some in per_device]
         with torch.no_grad():
-            for places, room in self.rooms:
-                room.broadcast([tensors[k] for k in places], self.group, src)
+            for room, some in zip(self.rooms, per_device, strict=True):
+                room.broadcast(some, self.group, src)
