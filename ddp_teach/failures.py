@@ -6,6 +6,7 @@ import signal
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ def failure(rank: "RankProcess") -> tuple[bool, LaunchError]:
     name = f"rank {rank.number}"
     if rank.file("failure").exists():
         told = pickle.loads(rank.file("failure").read_bytes())
-        message = f"{name} raised {told['error']}{stack(told['frames'])}"
+        message = f"{name} raised {told['error']}{stack(readers(told['frames']), short_name)}"
         return told["lost_connection"], LaunchError(message, rank.number, code, told["traceback"])
     if code < 0:
         message = f"{name} was ended by {signal_name(-code)}"
@@ -97,7 +98,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def out_of_time(ranks: list["RankProcess"], seconds: float) -> LaunchTimeout:
+def out_of_time(ranks: list["RankProcess"], what: str, seconds: float) -> LaunchTimeout:
     """The error for a launch whose time is up: where every rank stands."""
     for rank in ranks:
         rank.ask(WHERE)
@@ -106,11 +107,11 @@ def out_of_time(ranks: list["RankProcess"], seconds: float) -> LaunchTimeout:
         time.sleep(0.01)
         for rank in ranks:
             rank.listen()
-    message = f"not all ranks returned within {seconds:g} seconds"
+    message = f"not all ranks {what} within {seconds:g} seconds"
     return LaunchTimeout(
         "\n".join([message, *(f"rank {r.number} {standing(r)}" for r in ranks)]),
         traceback="\n".join(
-            f"rank {r.number}{stack(r.stands['frames'], whole=True)}" for r in ranks if r.stands
+            f"rank {r.number}{stack(r.stands['frames'], str)}" for r in ranks if r.stands
         ),
     )
 
@@ -121,20 +122,25 @@ def standing(rank: "RankProcess") -> str:
         return "has returned"
     if rank.stands is None:
         return "gives no answer: it is stopped, or held up outside Python"
-    state = "is running" if rank.running else "is still starting"
+    state = "is running" if rank.running else "is starting"
     waits_for = rank.stands["waits_for"]
     state = f"waits for {waits_for}" if waits_for else state
-    return state + stack(rank.stands["frames"])
+    frames = rank.stands["frames"]
+    return state + stack(readers(frames) or frames[-1:], short_name)
 
 
-def stack(frames: list[Frame], whole: bool = False) -> str:
-    """The reader's own part of a stack, outermost call first; all of it if none is the reader's."""
-    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
+def readers(frames: list[Frame]) -> list[Frame]:
+    """The part of a stack that a reader wrote."""
+    return [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
+
+
+def stack(frames: list[Frame], name: Callable[[str], str]) -> str:
+    """A stack as in a traceback, outermost call first, with ``name`` of every file."""
     text = ""
-    for filename, number, function in frames if whole else own or frames[-1:]:
-        file = filename if whole else short_name(filename)
-        source = linecache.getline(filename, number).strip()
-        text += f"\n  {file}, line {number}, in {function}" + (f"\n    {source}" if source else "")
+    for filename, line, function in frames:
+        source = linecache.getline(filename, line).strip()
+        text += f"\n  {name(filename)}, line {line}, in {function}"
+        text += f"\n    {source}" if source else ""
     return text
 
 

@@ -75,7 +75,8 @@ def launch(
     if os.environ.keys() >= TORCHRUN:
         return run_under_torchrun(partial(fn, *args, **kwargs), nprocs)
     call = pack(fn, args, kwargs)
-    folder = Path(tempfile.mkdtemp(prefix="ddp_teach-"))  # only this user can read it
+    # A folder that only this user can read: what comes back through it is unpickled.
+    folder = Path(tempfile.mkdtemp(prefix=f"ddp_teach-{os.getpid()}-"))
     ranks: list[RankProcess] = []
     try:
         (folder / "call").write_bytes(call)
@@ -95,10 +96,12 @@ def launch(
 
 def watch(ranks: list[RankProcess], timeout: float, live: bool) -> None:
     """Wait until every rank has returned; raise once one has failed or time is up."""
-    deadline, limit = time.monotonic() + START_LIMIT, START_LIMIT
     events = [event for rank in ranks for event in (rank.connection, rank.process.sentinel)]
-    all_running = False
+    goal, limit = "were running", START_LIMIT
+    deadline = time.monotonic() + limit
     while not all(rank.returned for rank in ranks):
+        if time.monotonic() >= deadline:
+            raise out_of_time(ranks, goal, limit)
         left = max(deadline - time.monotonic(), 0)
         connection.wait(events, min(left, 0.05 if live else 1.0))
         for rank in ranks:
@@ -107,11 +110,9 @@ def watch(ranks: list[RankProcess], timeout: float, live: bool) -> None:
                 rank.print_output(ended=False)
         if any(rank.died for rank in ranks):
             raise first_cause(ranks)
-        if not all_running and all(rank.running for rank in ranks):
-            all_running, limit = True, timeout
-            deadline = time.monotonic() + timeout
-        if time.monotonic() >= deadline and not all(rank.returned for rank in ranks):
-            raise out_of_time(ranks, limit)
+        if goal != "returned" and all(rank.running for rank in ranks):
+            goal, limit = "returned", timeout
+            deadline = time.monotonic() + limit
 
 
 def end(ranks: list[RankProcess]) -> None:

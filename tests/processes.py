@@ -47,5 +47,5 @@ def wait_for(condition, seconds=20.0):
 
 
 def folders():
-    """Private folders of launches that are still there."""
-    return set(glob.glob(os.path.join(tempfile.gettempdir(), "ddp_teach-*")))
+    """Private folders of this process's launches that are still there."""
+    return set(glob.glob(os.path.join(tempfile.gettempdir(), f"ddp_teach-{os.getpid()}-*")))
