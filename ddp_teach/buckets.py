@@ -89,6 +89,8 @@ class Bucket:
     def expect(self) -> None:
         """A backward pass begins: every gradient is still to come."""
         self.pending, self.has_gaps, self.work = len(self.params), False, None
+        if self.params[0].dtype != self.flat.dtype or self.params[0].device != self.flat.device:
+            self._allocate()  # the model was moved or converted after it had been wrapped
         # A new gradient belongs to nobody yet, so a view can take its place and need no copying
         # back; a gradient that is there already may be held by others and is written in place.
         may_replace = self.large and not torch.is_grad_enabled()

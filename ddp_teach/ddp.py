@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.scatter_gather import scatter_kwargs
@@ -21,7 +21,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from ddp_teach import arguments, uneven
 from ddp_teach.buckets import Bucket, bucket_caps
 from ddp_teach.comm_hook import check_hook
-from ddp_teach.parameters import ModelWatch, managed_parameters, tensors_in
+from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
 from ddp_teach.reducer import Reducer
 from ddp_teach.replicas import CHUNK_BYTES, BufferSync, broadcast_states, check_same_model
 from ddp_teach.torch_names import TorchNames
@@ -93,6 +93,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             group, ignored = self.process_group, self.parameters_to_ignore
             watch = ModelWatch(self.module, ignored)
             self.buffer_sync = BufferSync(self.module, group, ignored)
+            self.outputs = Outputs(self.module)
             self.reducer = Reducer(managed, group, self.bucket_caps, self, watch)
             weakref.finalize(self, self.reducer.remove_hooks).atexit = False
 
@@ -123,8 +124,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.require_forward_param_sync is not synchronise:  # setting it is slow in an nn.Module
             self.require_forward_param_sync = synchronise
         if with_grad:
-            tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
-            self.reducer.after_forward(tensors, synchronise)
+            self.reducer.after_forward(self.outputs(output), synchronise)
         return output
 
     def will_sync_module_buffers(self) -> bool:

@@ -4,7 +4,7 @@ A parameter that is unfrozen, replaced or added after wrapping has no hook, so i
 stay local without a word. ``ModelWatch`` notices, at a cost that allows to look after every step.
 """
 
-from collections.abc import Collection, Iterator, ValuesView
+from collections.abc import Collection, Iterator, Sequence, ValuesView
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from operator import is_
@@ -61,6 +61,27 @@ class ModelWatch:
                 )
         self._look()
         return None
+
+
+class Outputs:
+    """Called after a forward pass: all tensors through which a backward pass may come in. These are
+    the tensors in what ``module`` returned, and those it keeps (an auxiliary loss) as attributes.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.places = module, None
+
+    def __call__(self, returned: Any) -> Sequence[Tensor]:
+        if self.places is None:  # the first forward pass shows where tensors are kept
+            self.places = [
+                (vars(owner), name)
+                for owner in self.module.modules()
+                for name, value in vars(owner).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
+        if isinstance(returned, Tensor) and not self.places:
+            return (returned,)
+        return tensors_in([returned, *(kept.get(name) for kept, name in self.places)])
 
 
 def tensors_in(output: Any) -> list[Tensor]:

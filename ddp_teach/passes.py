@@ -18,6 +18,7 @@ class BackwardPasses:
 
     def __init__(self) -> None:
         self.expecting = False  # a synchronising forward has run, its backward has not ended
+        self.recognised = False  # the last backward to synchronise came through such a hook
         self.task: int | None = None  # autograd's id of the synchronising backward now running
         self.local = False  # the backward now running belongs to a forward in no_sync
 
@@ -39,18 +40,22 @@ class BackwardPasses:
 
     def _enter_synchronising(self, _grad: object) -> None:
         if self.task is None or self.task != torch._C._current_graph_task_id():
-            self.enter()
+            self.enter(recognised=True)
 
     def _enter_local(self, _grad: object) -> None:
         if not self.local and self.task is None:
             self.local = True
             Variable._execution_engine.queue_callback(partial(setattr, self, "local", False))
 
-    def enter(self) -> None:
-        """A synchronising backward begins; when it ends, ``complete`` is called."""
+    def enter(self, recognised: bool) -> None:
+        """A synchronising backward begins; when it ends, ``complete`` is called.
+
+        Not recognised is one that comes through a tensor which no hook could be put on: after such
+        a one, another may be meant for the same forward pass.
+        """
         if self.task is not None:
             self.complete(taking_part=False)  # an earlier one was broken off
-        self.task = torch._C._current_graph_task_id()
+        self.task, self.recognised = torch._C._current_graph_task_id(), recognised
         Variable._execution_engine.queue_callback(partial(self._leave, self.task))
         self.begin()
 

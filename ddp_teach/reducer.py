@@ -104,7 +104,7 @@ class Reducer(BackwardPasses):
                 if self.local or not self.expecting:
                     self.kept[i] = True
                     return
-                self.enter()  # a backward that does not come through an output of forward
+                self.enter(recognised=False)
             self.remaining[i] = remaining = self.remaining[i] - 1
             if remaining < 0:
                 self._gradient_again(i)
@@ -172,7 +172,7 @@ class Reducer(BackwardPasses):
             with torch.no_grad():
                 self._write_back(idle, taking_part)
         finally:
-            self.task, self.expecting = None, False
+            self.task, self.expecting = None, self.expecting and not self.recognised
         if self.lessons:
             self._learn(self.lessons.pop(0), taking_part)
         if taking_part:

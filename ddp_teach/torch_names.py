@@ -47,7 +47,7 @@ class TorchNames:
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group. Copy `.module` instead, and wrap the copy."
             )
-        ours = ("process_group", "device_mesh", "reducer", "buffer_sync")
+        ours = ("process_group", "device_mesh", "reducer", "buffer_sync", "outputs")
         return {k: v for k, v in self.__dict__.items() if k not in ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

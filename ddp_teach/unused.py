@@ -10,21 +10,22 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 
-def accumulation_nodes(params: Iterable[Tensor]) -> list[torch.autograd.graph.Node]:
-    """The autograd node that adds to ``.grad``, one per parameter."""
-    return [torch.autograd.graph.get_gradient_edge(p).node for p in params]
+def accumulation_nodes(params: Iterable[Tensor]) -> list[Node | None]:
+    """The autograd node that adds to ``.grad``, one per parameter; frozen ones have none."""
+    return [get_gradient_edge(p).node if p.requires_grad else None for p in params]
 
 
-def not_reached(nodes: Sequence[torch.autograd.graph.Node]) -> list[int]:
+def not_reached(nodes: Sequence[Node | None]) -> list[int]:
     """Positions of the nodes that the backward pass now running will not execute.
 
     May be called only from a hook or callback of a running backward pass.
     """
     # register_multi_grad_hook of torch.autograd.graph asks the engine in the same way
     will_run = torch._C._will_engine_execute_node
-    return [i for i, node in enumerate(nodes) if not will_run(node)]
+    return [i for i, node in enumerate(nodes) if node is None or not will_run(node)]
 
 
 class UsageCount:
