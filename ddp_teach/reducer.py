@@ -76,13 +76,13 @@ class Reducer(BackwardPasses):
     def _use_buckets(self, assigned: Sequence[Sequence[int]]) -> None:
         self.buckets = [self.make_bucket(indices) for indices in assigned]  # in launch order
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
-        self._expect_gradients()
+        self.in_flight: list[buckets.Bucket] = []
 
     def _expect_gradients(self) -> None:
         self.remaining = self.fires.copy()  # hook calls still to come, per parameter
         self.skipped: set[int] = set()  # parameters that this backward pass will not reach
         self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
-        self.in_flight: list[buckets.Bucket] = []
+        self.in_flight = []
         for bucket in self.buckets:
             bucket.expect()
 
