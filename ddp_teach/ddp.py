@@ -73,11 +73,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         params = [p for _, p, _ in managed_parameters(self.module, self.parameters_to_ignore)]
         self.device = arguments.check_parameters(self.module, params)
         arguments.check_devices(params, device_ids, output_device)
-        self.device_ids = [torch.device(self.device.type, d).index for d in device_ids or ()]
-        self.device_ids = self.device_ids or None
-        self.output_device = (
-            device_ids[0] if device_ids and output_device is None else output_device
-        )
+        ids = [torch.device(d).index for d in device_ids or ()]  # an int means an accelerator
+        self.device_ids = ids or None
+        self.output_device = ids[0] if ids and output_device is None else output_device
 
     def _start_equal(self, sync_buffers: bool) -> None:
         group, ignored = self.process_group, self.parameters_to_ignore
@@ -111,9 +109,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if joining:
             uneven.announce(self)
         if self.will_sync_module_buffers():
-            self.buffer_sync(
-                uneven.highest(self, dist.get_rank(self.process_group)) if joining else 0
-            )
+            rank = dist.get_rank(self.process_group)
+            self.buffer_sync(uneven.highest(self, rank) if joining else 0)
         if joining:
             uneven.highest(self, int(self.require_backward_grad_sync))
         if self.device_ids:
