@@ -1,0 +1,249 @@
+"""Shapes of autograd graphs: tied weights, checkpoints, graphs of gradients, kept tensors."""
+
+import torch
+from models import Boom, Fragile, line
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cases import (
+    EVERY,
+    Two,
+    Wrapped,
+    attempt,
+    backward,
+    case,
+    chained,
+    error,
+    grad,
+    grads,
+    numbers,
+    x,
+)
+
+NOT_STATIC = EVERY[:4]
+
+
+@case([3.0, True, 1], variants=EVERY)
+def tied_weights(wrap, rank):
+    two = Two(chained)
+    two.b.weight = two.a.weight
+    model = wrap(two)
+    backward(model, rank)
+    once = len(list(model.parameters()))
+    return [grad(two.a.weight), two.a.weight is two.b.weight, once]
+
+
+class Checkpointed(nn.Module):
+    """d(b(a(x))), with b run again in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.b, self.d, self.reentrant = line(), line(), line(), reentrant
+
+    def forward(self, x):
+        return self.d(checkpoint(self.b, self.a(x), use_reentrant=self.reentrant))
+
+
+def three_steps(model, rank):
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grads(model))
+    return seen
+
+
+@case([[1.5] * 3] * 3, variants=("plain", "view", "small", "static"))
+def checkpoint_reentrant(wrap, rank):
+    return three_steps(wrap(Checkpointed(True)), rank)
+
+
+@case([[1.5] * 3] * 3, variants=EVERY)
+def checkpoint_not_reentrant(wrap, rank):
+    return three_steps(wrap(Checkpointed(False)), rank)
+
+
+@case([[3.0]] * 3, variants=("static",))
+def checkpoint_twice_in_a_static_graph(wrap, rank):
+    def twice(layer, x):
+        x = x.requires_grad_()
+        return checkpoint(layer, x, use_reentrant=True) + checkpoint(layer, x, use_reentrant=True)
+
+    return three_steps(wrap(Wrapped(twice), static_graph=True), rank)
+
+
+@case([10.0, 20.0], variants=("plain", "view", "small"))
+def create_graph(wrap, rank):
+    model, seen = wrap(line(2.0)), []
+    for _ in range(2):
+        (model(x(rank)) ** 2).sum().backward(create_graph=True)
+        seen.append(grad(model.module.weight))
+    return seen
+
+
+@case(1.5, variants=EVERY)
+def exception_in_forward_then_a_normal_step(wrap, rank):
+    def maybe(layer, x):
+        if layer.fails:
+            raise ValueError("in forward")
+        return layer(x)
+
+    model = wrap(Wrapped(maybe))
+    model.module.layer.fails = True
+    attempt(backward, model, rank)
+    model.module.layer.fails = False
+    backward(model, rank)
+    return grad(model.module.layer.weight)
+
+
+FAILED = error(ValueError, "boom")
+UNFINISHED = error(RuntimeError, "Expected to have finished reduction")
+
+
+@case(
+    [[1.5] * 3, FAILED, [1.5] * 3, FAILED, [1.5] * 3],
+    torch=[[1.5] * 3, FAILED, UNFINISHED, UNFINISHED, UNFINISHED],
+    variants=NOT_STATIC,
+)
+def exception_in_the_middle_of_backward(wrap, rank):
+    model, seen = wrap(Fragile()), []
+    for breaks in (False, True, False, True, False):
+        model.zero_grad()
+        failed = attempt(three_layers, model, rank, breaks)
+        seen.append(failed or grads(model))
+    return seen
+
+
+def three_layers(model, rank, breaks):
+    model(x(rank), breaks=breaks).sum().backward()
+
+
+@case([FAILED, [1.5] * 3], torch=UNFINISHED)
+def exception_in_the_middle_of_the_first_backward(wrap, rank):
+    model = wrap(Fragile())
+    failed = attempt(three_layers, model, rank, True)
+    model.zero_grad()
+    backward(model, rank)
+    return [failed, grads(model)]
+
+
+@case([1.5, 1.5])
+def loss_kept_as_attribute(wrap, rank):
+    def keep(layer, x):
+        layer.loss = layer(x).sum()
+
+    model, seen = wrap(Wrapped(keep)), []
+    for _ in range(2):
+        model.zero_grad()
+        model(x(rank))
+        model.module.layer.loss.backward()
+        seen.append(grad(model.module.layer.weight))
+    return seen
+
+
+@case([1.5, 1.5])
+def auxiliary_loss_beside_the_output(wrap, rank):
+    def both(two, x):
+        two.extra = two.b(x).sum()
+        return two.a(x)
+
+    model = wrap(Two(both))
+    (model(x(rank)).sum() + model.module.extra).backward()
+    return grads(model)
+
+
+@case([1.5, 1.5])
+def a_loss_that_takes_the_weight_itself(wrap, rank):
+    model, seen = wrap(line()), []
+    for _ in range(2):
+        model.zero_grad()
+        output = model(x(rank))
+        ((rank + 1) * model.module.weight + 0 * output).sum().backward()
+        seen.append(grad(model.module.weight))
+    return seen
+
+
+@case([1.5, 1.5])
+def torch_autograd_backward_with_inputs(wrap, rank):
+    model = wrap(Two(chained))
+    model(x(rank)).sum().backward(inputs=list(model.parameters()))
+    return grads(model)
+
+
+@case([[1.0, 2.0], [None, None]])
+def autograd_grad_leaves_gradients_alone(wrap, rank):
+    model = wrap(Two(chained))
+    got = torch.autograd.grad(model(x(rank)).sum(), list(model.parameters()))
+    return [sorted({1.0, 2.0} | {numbers(g) for g in got}), grads(model)]
+
+
+@case(1.5)
+def autograd_grad_on_one_rank_only(wrap, rank):
+    model = wrap(line())
+    if rank == 0:
+        data = x(rank).requires_grad_()
+        torch.autograd.grad(model(data).sum(), data)
+    backward(model, rank)
+    return grad(model.module.weight)
+
+
+@case([1.5, 1.5])
+def autograd_grad_then_backward(wrap, rank):
+    model = wrap(Two(chained))
+    loss = model(x(rank)).sum()
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+    return grads(model)
+
+
+@case([1.5, 2.0])
+def gradient_penalty(wrap, rank):
+    model = wrap(line(2.0))
+    data = x(rank).requires_grad_()
+    output = model(data)
+    (slope,) = torch.autograd.grad(output.sum(), data, create_graph=True)
+    (output.sum() + 0 * slope.sum()).backward()
+    return [grad(model.module.weight), numbers(slope)]
+
+
+@case(1.5)
+def evaluation_between_forward_and_backward(wrap, rank):
+    model = wrap(line())
+    loss = model(x(rank)).sum()
+    with torch.no_grad():
+        model(x(rank, 7))
+    loss.backward()
+    return grad(model.module.weight)
+
+
+@case(1.5)
+def inference_mode_before_training(wrap, rank):
+    model = wrap(line())
+    with torch.inference_mode():
+        model(x(rank, 7))
+    backward(model, rank)
+    return grad(model.module.weight)
+
+
+@case([None, 1.5])
+def a_forward_whose_result_is_dropped(wrap, rank):
+    model = wrap(line())
+    dropped = model(x(rank, 7))
+    del dropped
+    backward(model, rank)
+    return [None, grad(model.module.weight)]
+
+
+@case([1.5, 1.5])
+def hooks_of_the_user_see_local_gradients(wrap, rank):
+    two, seen = Two(chained), []
+    model = wrap(two)
+    two.a.weight.register_hook(lambda g: seen.append(numbers(g)))
+    backward(model, rank)
+    return [grad(two.a.weight), seen[0] + 0.5 - rank]
+
+
+@case(error(ValueError, "boom"))
+def the_error_of_a_broken_backward_is_its_own(wrap, rank):
+    model = wrap(Wrapped(lambda layer, x: Boom.apply(layer(x))))
+    backward(model, rank)
