@@ -18,6 +18,7 @@ export PIP_ARGS
 
 # Only this machine can connect, nothing asks for news, and root (a container) may start it.
 LAB_FLAGS = --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
+	--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 	--LabApp.news_url=None \
 	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate \
 	$(if $(filter 0,$(shell id -u)),--allow-root)
@@ -28,7 +29,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 lab: course ## set up .venv if needed and open the course in JupyterLab (LAB_ARGS="--no-browser --port=8899")
-	@"$(VENV_PYTHON)" -m jupyterlab notebooks/00_start_here.ipynb $(LAB_FLAGS) $(LAB_ARGS)
+	@"$(VENV_PYTHON)" -m jupyterlab $(LAB_FLAGS) $(LAB_ARGS)
 
 test: all-extras ## lint, every test, and every notebook's stored outputs (PARTS="lint pytest nbval")
 	@"$(VENV_PYTHON)" tools/run_tests.py $(PARTS)

@@ -200,13 +200,9 @@ def run(command):
         )
     with open(LOG, "w") as file:
         file.write(errors)
-    lines = [line for line in errors.splitlines() if line.strip()]
-    lines = [line for line in lines if line.lower().startswith("error")] or lines
-    raise SetupError(
-        "Setting up .venv failed: {0}\nMore is in {1}.".format(
-            lines[-1] if lines else "exit status {0}".format(process.returncode), LOG
-        )
-    )
+    lines = [line for line in errors.splitlines() if line.strip()] or ["nothing was said"]
+    causes = [line for line in lines if line.lower().startswith("error")] or lines[-1:]
+    raise SetupError("Setting up .venv failed: {0}\nMore is in {1}.".format(causes[0], LOG))
 
 
 def is_disk_full():
@@ -220,7 +216,7 @@ def free_megabytes(folder):
 def disk_full():
     return (
         "The disk is full: {0} MB are left for .venv and {1} MB in the temporary folder {2}.\n"
-        "A CPU-only .venv takes about 1500 MB, one with CUDA about 6000 MB. Make room and run the"
+        "A CPU-only .venv takes about 1300 MB, one with CUDA about 6000 MB. Make room and run the"
         " same command again.".format(
             free_megabytes(ROOT), free_megabytes(tempfile.gettempdir()), tempfile.gettempdir()
         )
