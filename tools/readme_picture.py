@@ -1,4 +1,4 @@
-"""Draw docs/bucket_map.svg, the picture in the README: real buckets of a small transformer layer."""
+"""Draw docs/bucket_map.svg, the README's picture: real buckets of a small transformer layer."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "bucket_map.svg"
 
 
 def picture_of_learned_buckets():
-    """On a rank: one step, after which the buckets follow the order in which gradients got ready."""
+    """On a rank: one step; then the buckets follow the order in which gradients got ready."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = DistributedDataParallel(layer, bucket_cap_mb=0.03)
