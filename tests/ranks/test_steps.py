@@ -1,6 +1,7 @@
 """The ladder on 2 and 3 ranks: against one process and torch's class, counted, and used again."""
 
 import inspect
+import time
 
 import pytest
 import torch
@@ -388,6 +389,8 @@ def use_again(step):
     wrapper = step(Fragile())
     got = {}
     for set_to_none in (True, False):
+        if dist.get_rank() == 1:
+            time.sleep(0.2)  # rank 0 zeroes its gradients while its all-reduce is still under way
         with pytest.raises(ValueError, match="boom"):
             wrapper(x, breaks=True).sum().backward()
         wrapper.zero_grad(set_to_none)

@@ -240,6 +240,47 @@ def test_repr_tells_what_is_inside():
     assert bucket.nbytes == 28 and bucket.offsets == [0, 6]
 
 
+# Large gradients: the flat tensor's views take their place instead of being copied.
+
+
+def one_pass(bucket, params):
+    """A backward pass that gives every parameter a gradient of ones, doubled on the way."""
+    with torch.no_grad():
+        bucket.expect()
+        for p in params:
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad + 1
+        bucket.pack(divisor=2)
+        bucket.flat.mul_(4)
+        bucket.unpack()
+    return [p.grad for p in params]
+
+
+@pytest.mark.parametrize("size", [10, 1000], ids=["small", "large"])
+def test_gradients_that_someone_holds_are_not_changed_by_the_next_pass(size):
+    params = [nn.Parameter(torch.zeros(size, size)) for _ in range(2)]
+    bucket = bucket_of(params)
+    held = one_pass(bucket, params)
+    assert bucket.large == (size == 1000) == bucket.gives_views
+    for p in params:
+        p.grad = None
+    again = one_pass(bucket, params)
+    assert all(g.eq(2).all() for g in [*held, *again])
+    assert not any(g is h for g in again for h in held)
+
+
+@pytest.mark.parametrize("size", [10, 1000], ids=["small", "large"])
+def test_a_gradient_that_is_there_already_stays_the_same_tensor(size):
+    params = [nn.Parameter(torch.zeros(size, size)) for _ in range(2)]
+    bucket = bucket_of(params)
+    params[1].grad = torch.ones(size, size)
+    with torch.no_grad():
+        bucket.expect()
+        mine, params[0].grad = params[1].grad, torch.ones(size, size)
+        bucket.pack(divisor=2)
+        bucket.unpack()
+    assert params[1].grad is mine and mine.eq(0.5).all() and params[0].grad.eq(0.5).all()
+
+
 # A gradient that holds a few rows only.
 
 
