@@ -78,6 +78,7 @@ class Bucket:
         self.pending = 0  # gradients still to come in this backward pass
         self.has_gaps = False  # whether pack() found a parameter without a gradient
         self.gives_views = False  # whether the views will become the gradients of this pass
+        self.gave_views = False  # whether they became the gradients of an earlier pass
         self.work: Any = None  # the all-reduce now running; has a method wait()
         self._allocate()
 
@@ -102,9 +103,11 @@ class Bucket:
         ``reciprocal`` multiplies by ``1 / divisor``, as torch's reducer does: for 3 ranks that is
         not the same to the bit as dividing. Call it with gradients switched off.
         """
-        if self.gives_views:
+        if self.gives_views or self.gave_views:
+            # what was given away is the user's now, who may zero it while an all-reduce still runs
             self.flat = self.views = None  # so that their memory can be used again at once
             self._allocate()
+            self.gave_views = False
         grads = [p.grad for p in self.params]
         self.has_gaps = any(g is None for g in grads)
         if self.has_gaps:
@@ -121,6 +124,7 @@ class Bucket:
     def unpack(self, leave: Collection[int] = ()) -> None:
         """Make the flat tensor's contents the gradients, except for indices in ``leave``. Call it
         with gradients switched off."""
+        self.gave_views = self.gives_views
         grads, views = [p.grad for p in self.params], self.views
         if leave or self.has_gaps or self.gives_views:
             kept = [k for k, i in enumerate(self.indices) if i not in leave]
@@ -141,6 +145,10 @@ class Bucket:
         members = zip(self.indices, self.params, self.views, strict=True)
         return {i for i, p, v in members if i in indices and p.grad is None and not v.any()}
 
+    def holds_gradients(self) -> bool:
+        """Whether some gradient lies in the flat tensor while it travels."""
+        return False
+
     def __repr__(self) -> str:
         size = f"{self.numel} x {str(self.flat.dtype).removeprefix('torch.')}"
         return f"Bucket({size}, {self.nbytes} bytes: {', '.join(self.names)})"
@@ -150,15 +158,20 @@ class GradientBucket(Bucket):
     """A bucket whose views *are* the gradients: ``p.grad`` lies in the flat tensor and nothing is
     copied (``gradient_as_bucket_view=True``)."""
 
-    def __init__(self, indices: Sequence[int], params: Sequence[Tensor], names: Sequence[str]):
-        super().__init__(indices, params, names)
+    def _allocate(self) -> None:
+        super()._allocate()
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is not None:
                 view.copy_(p.grad.detach())
                 p.grad = view
 
     def expect(self) -> None:
-        self.pending, self.has_gaps, self.work = len(self.params), False, None
+        super().expect()
+        self.gives_views = False
+        start, size = self.flat.data_ptr(), self.flat.element_size()
+        places = zip(self.views, self.offsets, strict=True)
+        if any(v.numel() and v.data_ptr() != start + o * size for v, o in places):
+            self._allocate()  # module.to(memory_format=...) has put the views' contents elsewhere
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         inside = [p.grad is view for p, view in zip(self.params, self.views, strict=True)]
@@ -182,6 +195,9 @@ class GradientBucket(Bucket):
         for i, p, view in zip(self.indices, self.params, self.views, strict=True):
             if p.grad is None and i not in leave:
                 p.grad = view
+
+    def holds_gradients(self) -> bool:
+        return any(p.grad is view for p, view in zip(self.params, self.views, strict=True))
 
 
 class SparseBucket(Bucket):

@@ -39,6 +39,10 @@ LATE = (
     "parameter is used in several reentrant checkpoints: pass `use_reentrant=False` to "
     "torch.utils.checkpoint, or static_graph=True to DistributedDataParallel."
 )
+BROKEN_OFF = (
+    "A backward pass was broken off while gradients that lie in their buckets were being averaged "
+    "(gradient_as_bucket_view=True); they are undefined. Call zero_grad(set_to_none=True) after it."
+)
 
 
 class Complaint:

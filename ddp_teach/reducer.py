@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ddp_teach import buckets, unused
 from ddp_teach.comm_hook import GradBucket, copy_result
-from ddp_teach.complaints import Complaint
+from ddp_teach.complaints import BROKEN_OFF, Complaint
 from ddp_teach.passes import BackwardPasses
 
 UNKNOWN = 1 << 30  # static graph, first backward: nobody knows yet how often a hook will fire
@@ -160,6 +160,7 @@ class Reducer(BackwardPasses):
         """
         if self.task is None:
             self._expect_gradients()
+        undefined = not taking_part and any(b.holds_gradients() for b in self.in_flight)
         try:
             for bucket in self.buckets[len(self.in_flight) :]:
                 self._launch(bucket if taking_part else bucket.without_gradients())
@@ -180,6 +181,8 @@ class Reducer(BackwardPasses):
             self.iterations += 1
             missing = [] if self.detect_unused else [i for i in idle if self.fires[i] > 0]
             self.complaint.speak(problem, self.late, missing, self.static)
+        elif undefined:
+            self.complaint.raise_now(BROKEN_OFF)
 
     def _find_idle(self) -> list[int]:
         """The parameters to which this rank gave nothing since they were last averaged."""

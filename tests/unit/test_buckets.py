@@ -321,3 +321,28 @@ def test_a_sparse_bucket_refuses_a_dense_gradient_by_name():
     weight.grad = torch.ones(4, 2)
     with pytest.raises(RuntimeError, match="weight belongs to a layer with sparse=True"):
         bucket.pack()
+
+
+def test_an_all_reduce_never_runs_in_memory_that_the_user_may_zero():
+    params = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(2)]
+    bucket = bucket_of(params)
+    given = one_pass(bucket, params)
+    with torch.no_grad():
+        bucket.expect()
+        bucket.pack(divisor=2)
+    assert all(p.grad is g for p, g in zip(params, given, strict=True))
+    assert not {g.untyped_storage().data_ptr() for g in given} & {bucket.flat.data_ptr()}
+
+
+@pytest.mark.parametrize("how", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}])
+def test_a_gradient_bucket_follows_a_model_that_is_converted(how):
+    model = nn.Conv2d(2, 1, 2, bias=False)
+    bucket = bucket_of([model.weight], GradientBucket)
+    one_pass(bucket, [model.weight])
+    model.to(**how)
+    model.weight.grad.fill_(6)
+    with torch.no_grad():
+        bucket.expect()
+        bucket.pack(divisor=2)
+    assert bucket.flat.tolist() == [3] * 8
+    assert model.weight.grad is bucket.views[0] and bucket.flat.dtype == model.weight.dtype
