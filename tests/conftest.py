@@ -17,4 +17,6 @@ def leaves_the_process_as_it_was():
 
 
 def environment():
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    # pytest names the running test; torch sets a cache folder when it makes its first optimizer
+    others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    return {name: value for name, value in os.environ.items() if name not in others}
