@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Frame = tuple[str, int, str]  # file name, line number, function name
 
-ANSWER_LIMIT = 1.0  # seconds for ranks to say where they stand, or to fail after another has
+ANSWER_LIMIT = 3.0  # seconds for ranks to say where they stand
+FOLLOW_LIMIT = 1.0  # seconds for ranks to fail after another has
 # Whose lines a reader did not write: torch, this package, Python and what is installed in it.
 LIBRARIES = (
     str(Path(torch.__file__).parent),
@@ -64,7 +65,7 @@ def first_cause(ranks: list["RankProcess"]) -> LaunchError:
     Once a rank has failed, the others lose their connections to it and fail as well, a moment
     later or before anyone has noticed the first. Those that go on for longer have no say.
     """
-    until = time.monotonic() + ANSWER_LIMIT
+    until = time.monotonic() + FOLLOW_LIMIT
     while not all(rank.died or rank.returned for rank in ranks) and time.monotonic() < until:
         time.sleep(0.01)
         for rank in ranks:
@@ -107,7 +108,7 @@ def out_of_time(ranks: list["RankProcess"], what: str, seconds: float) -> Launch
         time.sleep(0.01)
         for rank in ranks:
             rank.listen()
-    message = f"not all ranks {what} within {seconds:g} seconds"
+    message = f"not all ranks {what} within {seconds:g} s"
     return LaunchTimeout(
         "\n".join([message, *(f"rank {r.number} {standing(r)}" for r in ranks)]),
         traceback="\n".join(

@@ -48,7 +48,8 @@ def launch(
     Every rank is a process of its own with a process group ready: ``fn`` uses
     ``torch.distributed``, with gloo for tensors on the CPU and, where every rank can have a GPU of
     its own, nccl for those on a GPU. ``fn`` may come from a notebook cell or a script; no
-    ``if __name__ == "__main__"`` is needed.
+    ``if __name__ == "__main__"`` is needed. (An argument of ``fn`` that is called ``nprocs``,
+    ``timeout`` or ``live`` goes through ``functools.partial``.)
 
     Arguments and results are copies. A module that is passed in is trained in the ranks, not here:
     return what you need of it. Tensors arrive on the CPU, both ways. The random numbers of torch,

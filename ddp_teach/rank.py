@@ -46,6 +46,8 @@ def main(
 
     A rank that fails leaves a record of its exception and ends with exit code 1.
     """
+    if not folder.exists():  # the launch was interrupted before this process had started
+        return
     set_environment(environ, rank, world_size)
     redirect_output(folder / f"{rank}.out")
     watch_for_death(rank, folder)
@@ -115,6 +117,8 @@ def watch_for_death(rank: int, folder: Path) -> None:
     crash = os.open(folder / f"{rank}.crash", os.O_WRONLY | os.O_CREAT, 0o600)
     faulthandler.enable(crash)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a collective's end
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def init_process_group(**rendezvous: Any) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,12 +16,7 @@ from ddp_teach.rank import RETURNED, RUNNING, main
 # process that has threads (any large CPU operation, CUDA) can hang. Not this package: a change of
 # its source must show in the next launch.
 START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "cloudpickle",
-]  # an optimizer needs dynamo
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle"]  # dynamo: for optimizers
 MOST_OUTPUT = 2**20  # bytes of text that are shown per rank
 
 one_start_at_a_time = threading.Lock()
@@ -43,9 +39,9 @@ class RankProcess:
 
     def start(self, world_size: int, timeout: float) -> None:
         """Start the process."""
-        context = multiprocessing.get_context(START_METHOD)
         if START_METHOD == "forkserver":
-            context.set_forkserver_preload(PRELOAD)
+            start_server()
+        context = multiprocessing.get_context(START_METHOD)
         environ = dict(os.environ)
         self.process = context.Process(
             target=main,
@@ -87,6 +83,19 @@ class RankProcess:
             lines.append(f"... and {unseen} bytes more")
         for line in lines:  # of a progress bar, which goes back to the start of its line, the end
             print(f"[rank {self.number}] {line.rstrip().rpartition(chr(13))[2]}".rstrip())
+
+
+def start_server() -> None:
+    """Start the server that ranks are forked from, unless it runs; it does not hear interrupts."""
+    from multiprocessing import forkserver, resource_tracker  # not on Windows
+
+    forkserver.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # the server would start it, and lift the block below
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

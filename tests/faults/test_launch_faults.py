@@ -22,11 +22,10 @@ LAUNCH = sys.modules[launch.__module__]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """After each test no rank lives, no folder is left, and the next launch works."""
+    """After each test no rank lives and no folder is left; the next test launches again."""
     yield
     assert ranks_below() == []
     assert folders() == set()
-    assert launch(failing.ok) == [2.0, 2.0]
 
 
 def failure_of(fn, *args, timeout=60, **kwargs):
@@ -126,7 +125,7 @@ def timeout_of(fn, *args, timeout=1.5):
 def test_one_collective_too_many():
     (line,) = lines_of("dist.all_reduce(torch.ones(2))\n\n\ndef skips_backward")
     assert timeout_of(failing.one_too_many) == (
-        "not all ranks returned within 1.5 seconds\n"
+        "not all ranks returned within 1.5 s\n"
         "rank 0 is running\n"
         f"  failing.py, line {line}, in one_too_many\n"
         "    dist.all_reduce(torch.ones(2))\n"
@@ -137,7 +136,7 @@ def test_one_collective_too_many():
 def test_a_rank_skips_backward():
     lines = lines_of("y.sum().backward()\n\n\ndef busy", "dist.all_reduce(gradient)")
     assert timeout_of(failing.skips_backward) == (
-        "not all ranks returned within 1.5 seconds\n"
+        "not all ranks returned within 1.5 s\n"
         "rank 0 is running\n"
         f"  failing.py, line {lines[0]}, in skips_backward\n"
         "    y.sum().backward()\n"
@@ -169,7 +168,7 @@ def test_what_a_rank_waits_for():
 def test_ranks_that_never_start(monkeypatch):
     monkeypatch.setattr(LAUNCH, "START_LIMIT", 2.0)
     message = timeout_of(failing.take, failing.SlowToArrive())
-    assert message.startswith("not all ranks were running within 2 seconds\nrank 0 is starting\n")
+    assert message.startswith("not all ranks were running within 2 s\nrank 0 is starting\n")
 
 
 # The launching process is interrupted or dies.
@@ -222,6 +221,33 @@ def parent(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+
+
+EARLY = """
+from ddp_teach.launch import launch
+import failing
+print("launching", flush=True)
+try:
+    launch(failing.ok)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print(launch(failing.ok))
+"""
+
+
+def test_interrupt_of_a_first_launch_before_its_ranks_run():
+    process = subprocess.Popen(
+        [sys.executable, "-c", EARLY],
+        cwd=os.path.dirname(__file__),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "launching\n"
+    time.sleep(0.3)  # torch alone takes longer to import
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60) == ("interrupted\n[2.0, 2.0]\n", "")
 
 
 def all_ended(pids):

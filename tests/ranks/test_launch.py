@@ -422,7 +422,7 @@ def test_functions_of_a_notebook():
         '    raise ValueError("factor is negative")'
     )
     late = (
-        "LaunchTimeout: not all ranks returned within 1 seconds\n"
+        "LaunchTimeout: not all ranks returned within 1 s\n"
         "rank 0 is running\n"
         "  Cell In[5], line 1, in <lambda>\n"
         "    launch(lambda: dist.get_rank() or dist.barrier(), timeout=1)\n"
