@@ -16,11 +16,13 @@ export MPLCONFIGDIR := $(CURDIR)/.venv/jupyter/matplotlib
 unexport MPLBACKEND PYTHONPATH PYTHONHOME
 export PIP_ARGS
 
-# Only this machine can connect, nothing asks for news, and root (a container) may start it.
+# Only this machine can connect, nothing asks for news or looks for language servers (npm would
+# write to the user's home), and root (a container) may start it.
 LAB_FLAGS = --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
 	--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 	--LabApp.news_url=None \
 	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate \
+	--LanguageServerManager.autodetect=False --KernelManager.transport_encryption=auto \
 	$(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: help lab test notebooks conformance bench clean course all-extras

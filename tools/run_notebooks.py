@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT = 120  # seconds, as in `make test`
@@ -51,6 +52,8 @@ def run(path: Path) -> nbformat.NotebookNode:
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
+        # Without it ipykernel warns, for every notebook, that others on the machine might listen.
+        config=Config({"KernelManager": {"transport_encryption": "auto"}}),
     )
     client.execute()
     return tidy(notebook)
