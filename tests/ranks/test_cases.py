@@ -3,17 +3,14 @@ before an optimizer can step. What torch's class gives is checked as well, so th
 it stays true."""
 
 import functools
-import importlib
 
 import pytest
-from cases import CASES, HANGS, ByRank, run
+from cases import CASES, HANGS, ByRank, import_all, run
 from torch import nn
 
 from ddp_teach import DistributedDataParallel, LaunchError, launch
 
-SECTIONS = ["accumulation", "unused", "changes", "graphs"]
-for section in SECTIONS:
-    importlib.import_module(f"cases.{section}")
+import_all()
 CLASSES = {"ours": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 
 
@@ -24,13 +21,7 @@ def outcomes(wrapper: str, nprocs: int, alone: str = "") -> list[dict]:
     if wrapper == "torch":
         names = [name for name in names if not CASES[name].alone]
     names = [alone] if alone else names
-    return launch(run_sections, names, CLASSES[wrapper], nprocs=nprocs, timeout=5 if alone else 90)
-
-
-def run_sections(names, wrapper):
-    for section in SECTIONS:
-        importlib.import_module(f"cases.{section}")
-    return run(names, wrapper)
+    return launch(run, names, CLASSES[wrapper], nprocs=nprocs, timeout=5 if alone else 90)
 
 
 def for_rank(expected, rank):

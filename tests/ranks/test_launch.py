@@ -418,13 +418,13 @@ def test_functions_of_a_notebook():
     hello = "[rank 0] hello\n[rank 1] hello\n"
     failed = (
         "LaunchError: rank 0 raised ValueError: factor is negative\n"
-        "  Cell In[2], line 4, in work\n"
+        "  notebook cell, line 4, in work\n"
         '    raise ValueError("factor is negative")'
     )
     late = (
         "LaunchTimeout: not all ranks returned within 1 s\n"
         "rank 0 is running\n"
-        "  Cell In[5], line 1, in <lambda>\n"
+        "  notebook cell, line 1, in <lambda>\n"
         "    launch(lambda: dist.get_rank() or dist.barrier(), timeout=1)\n"
         "rank 1 has returned"
     )

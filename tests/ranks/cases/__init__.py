@@ -11,6 +11,8 @@ rank, and ``case`` says which are right, for our class and for torch's. One weig
 the input rank + 1: on two ranks the local gradients are 1 and 2, and their mean is 1.5.
 """
 
+import importlib
+import pkgutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,6 +109,7 @@ def case(
 
 def run(names: list[str], wrapper: type[nn.Module]) -> dict[str, Any]:
     """In a rank: run the cases one after the other; what each returned or raised."""
+    import_all()
     rank, results = dist.get_rank(), {}
     warnings.simplefilter("ignore")
     for name in names:
@@ -115,6 +118,12 @@ def run(names: list[str], wrapper: type[nn.Module]) -> dict[str, Any]:
         results[name] = attempt(program, partial(build, wrapper, options), rank)
         dist.barrier()
     return results
+
+
+def import_all() -> None:
+    """Fill ``CASES`` from the modules beside this one, in alphabetical order."""
+    for _, name, _ in pkgutil.iter_modules(__path__, "cases."):
+        importlib.import_module(name)
 
 
 def build(wrapper: type[nn.Module], options: dict, module: nn.Module, **more: Any) -> nn.Module:

@@ -1,0 +1,188 @@
+"""Communication hooks: torch's own, and some that a user may write."""
+
+import torch
+import torch.distributed as dist
+from models import line
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+from cases import Two, attempt, backward, by_rank, case, chained, error, grad, grads
+
+VARIANTS = ("plain", "view", "small", "unused", "static")
+
+
+def hooked(wrap, rank, state, hook, steps=2):
+    """The gradients after each step with ``hook``."""
+    model, seen = wrap(Two(chained)), []
+    model.register_comm_hook(state, hook)
+    for _ in range(steps):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grads(model))
+    return seen
+
+
+@case([[1.5, 1.5]] * 2, variants=VARIANTS)
+def all_reduce(wrap, rank):
+    return hooked(wrap, rank, None, default_hooks.allreduce_hook)
+
+
+@case([[1.5, 1.5]] * 2, variants=VARIANTS)
+def fp16_compression(wrap, rank):
+    return hooked(wrap, rank, None, default_hooks.fp16_compress_hook)
+
+
+@case([[1.5, 1.5]] * 2, variants=VARIANTS)
+def bf16_compression(wrap, rank):
+    return hooked(wrap, rank, None, default_hooks.bf16_compress_hook)
+
+
+@case([[1.5, 1.5]] * 2)
+def fp16_compression_around_all_reduce(wrap, rank):
+    hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    return hooked(wrap, rank, None, hook)
+
+
+def matrices(wrap, rank, state, steps):
+    """For a 16 x 16 layer: whether the gradients are equal on all ranks, and not zero."""
+    model = wrap(nn.Linear(16, 16))
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(steps):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 16, generator=generator)).square().sum().backward()
+    mine = model.module.weight.grad
+    all_grads = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_grads, mine.contiguous())
+    return all(torch.equal(g, mine) for g in all_grads), bool(mine.any())
+
+
+@case((True, True), variants=("plain", "view", "unused"))
+def power_sgd(wrap, rank):
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    return matrices(wrap, rank, state, steps=4)
+
+
+@case([1.5, 1.5, by_rank(1.0, 2.0)], variants=("plain", "view"))
+def post_local_sgd(wrap, rank):
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None, subgroup=dist.new_subgroups(1)[0], start_localSGD_iter=2
+    )
+    model, seen = wrap(line()), []
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grad(model.module.weight))
+    return seen
+
+
+@case([-0.5, by_rank(-1.5, -2.5), -3.5])
+def post_local_sgd_with_its_optimizer(wrap, rank):
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None, subgroup=dist.new_subgroups(1)[0], start_localSGD_iter=1
+    )
+    model, seen = wrap(line()), []
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = averagers.PeriodicModelAverager(period=2, warmup_steps=2)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), averager)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model, rank)
+        optimizer.step()
+        seen.append(model.module.weight.item())
+    return seen
+
+
+def noop(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@case([by_rank([1.0, 1.0], [2.0, 2.0])] * 2, variants=VARIANTS)
+def noop_hook_leaves_gradients_local(wrap, rank):
+    return hooked(wrap, rank, None, noop)
+
+
+def doubled(state, bucket):
+    """Sums, not averages, and writes down what it was given."""
+    state.append(
+        (bucket.index(), bucket.is_last(), len(bucket.gradients()), len(bucket.parameters()))
+    )
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@case([[[3.0, 3.0]] * 2, [(0, True, 2, 2)] * 2])
+def a_hook_of_the_user(wrap, rank):
+    calls = []
+    return [hooked(wrap, rank, calls, doubled), calls]
+
+
+@case([[3.0, 3.0], [(0, False, 1, 1), (1, True, 1, 1)]])
+def a_hook_and_many_buckets(wrap, rank):
+    calls = []
+    seen = hooked(lambda m: wrap(m, bucket_cap_mb=1e-6), rank, calls, doubled)
+    return [seen[-1], calls[-2:]]
+
+
+@case([6.0, 2])
+def a_hook_and_no_sync(wrap, rank):
+    model, calls = wrap(line()), []
+    model.register_comm_hook(calls, doubled)
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            backward(model, rank)
+        backward(model, rank)
+    return [grad(model.module.weight), len(calls)]
+
+
+@case([[1.5, None]] * 2)
+def a_hook_and_detection(wrap, rank):
+    model, seen = wrap(Two(lambda two, x: two.a(x)), find_unused_parameters=True), []
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grads(model))
+    return seen
+
+
+@case(error(RuntimeError, "register_comm_hook"))
+def registered_twice(wrap, rank):
+    model = wrap(line())
+    model.register_comm_hook(None, noop)
+    model.register_comm_hook(None, noop)
+
+
+@case([error(TypeError, "callable"), 1.5])
+def not_a_hook(wrap, rank):
+    model = wrap(line())
+    outcome = attempt(model.register_comm_hook, None, "hook")
+    backward(model, rank)
+    return [outcome, grad(model.module.weight)]
+
+
+@case([error(ValueError, "in the hook"), 1.5], torch=[error(RuntimeError, "in the hook"), 1.5])
+def a_hook_that_raises_once(wrap, rank):
+    model, calls = wrap(line()), []
+
+    def fails_at_first(state, bucket):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("in the hook")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, fails_at_first)
+    outcome = attempt(backward, model, rank)
+    model.zero_grad()
+    backward(model, rank)
+    return [outcome, grad(model.module.weight)]
