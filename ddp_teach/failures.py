@@ -2,8 +2,8 @@
 
 import linecache
 import pickle
+import re
 import signal
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -28,6 +28,9 @@ LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen ",
 )
+CELL = re.compile(
+    r"[/\\]ipykernel_\d+[/\\]|^<ipython-input-"
+)  # the names that Jupyter gives to cells
 
 
 class LaunchError(RuntimeError):
@@ -146,8 +149,8 @@ def stack(frames: list[Frame], name: Callable[[str], str]) -> str:
 
 
 def short_name(filename: str) -> str:
-    """A notebook cell by its number, a file by its name: no path of this machine."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    cell = shell.compile.format_code_name(filename) if shell else None
-    return " ".join(cell) if cell else Path(filename).name
+    """A file by its name alone, and a notebook cell as just that: no path of this machine.
+
+    A cell's number is not told: it changes whenever the cell runs again.
+    """
+    return "notebook cell" if CELL.search(filename) else Path(filename).name
