@@ -148,10 +148,10 @@ def other_python_chosen(record):
 
 
 def version_of(python):
-    """[major, minor] of an interpreter; [0, 0] if it doesn't start."""
-    code = "import sys; print(list(sys.version_info[:2]))"
+    """[major, minor] of an interpreter; [0, 0] if it doesn't start or has no pip."""
+    code = "import sys, pip; print(list(sys.version_info[:2]))"
     try:
-        return json.loads(subprocess.check_output([python, "-c", code]))
+        return json.loads(subprocess.check_output([python, "-c", code], stderr=subprocess.DEVNULL))
     except (OSError, subprocess.CalledProcessError):
         return [0, 0]
 
@@ -176,7 +176,7 @@ def create_venv():
 
 
 def install(extras):
-    print("Setting up .venv, once; most of the time goes into torch.")
+    print("Setting up .venv; most of the time goes into torch.")
     command = [VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
     if not sys.stdout.isatty():
         command.append("--quiet")
