@@ -216,7 +216,7 @@ def free_megabytes(folder):
 def disk_full():
     return (
         "The disk is full: {0} MB are left for .venv and {1} MB in the temporary folder {2}.\n"
-        "A CPU-only .venv takes about 1300 MB, one with CUDA about 6000 MB. Make room and run the"
+        "A CPU-only .venv takes about 1300 MB, one with CUDA about 5000 MB. Make room and run the"
         " same command again.".format(
             free_megabytes(ROOT), free_megabytes(tempfile.gettempdir()), tempfile.gettempdir()
         )
