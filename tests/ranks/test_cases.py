@@ -3,28 +3,39 @@ before an optimizer can step. What torch's class gives is checked as well, so th
 it stays true."""
 
 import functools
+from typing import Any
 
 import pytest
-from cases import CASES, HANGS, ByRank, import_all, run
+from cases import CASES, HANGS, RACES, ByRank, import_all, run
 from torch import nn
 
 from ddp_teach import DistributedDataParallel, LaunchError, launch
 
 import_all()
-CLASSES = {"ours": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 
 
 @functools.cache
-def outcomes(wrapper: str, nprocs: int, alone: str = "") -> list[dict]:
-    """What every rank got: all cases for so many ranks in one launch, or one case alone."""
-    names = [name for name, case in CASES.items() if case.nprocs == nprocs]
-    if wrapper == "torch":
-        names = [name for name in names if not CASES[name].alone]
-    names = [alone] if alone else names
-    return launch(run, names, CLASSES[wrapper], nprocs=nprocs, timeout=5 if alone else 90)
+def together(wrapper: type[nn.Module], nprocs: int) -> list[dict[str, Any]]:
+    """What every rank got, by case: all that can run one after the other, in one launch."""
+    names = [name for name, case in CASES.items() if case.nprocs == nprocs and not case.alone]
+    return launch(run, names, wrapper, nprocs=nprocs, timeout=90)
 
 
-def for_rank(expected, rank):
+def outcome(name: str, wrapper: type[nn.Module]) -> list[Any]:
+    """What the case gives with this class, in rank order."""
+    nprocs = CASES[name].nprocs
+    if CASES[name].alone:
+        results = launch(run, [name], wrapper, nprocs=nprocs, timeout=5)
+    else:
+        results = together(wrapper, nprocs)
+    return [result[name] for result in results]
+
+
+def on_each_rank(expected: Any, nprocs: int) -> list[Any]:
+    return [for_rank(expected, rank) for rank in range(nprocs)]
+
+
+def for_rank(expected: Any, rank: int) -> Any:
     """``expected`` as rank ``rank`` should see it."""
     if isinstance(expected, ByRank):
         return expected.values[rank]
@@ -35,17 +46,21 @@ def for_rank(expected, rank):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ours(name):
-    case = CASES[name]
-    results = outcomes("ours", case.nprocs)
-    assert [r[name] for r in results] == [for_rank(case.ours, i) for i in range(case.nprocs)]
+    expected = on_each_rank(CASES[name].ours, CASES[name].nprocs)
+    assert outcome(name, DistributedDataParallel) == expected
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].torch is not RACES])
 def test_torch(name):
-    case = CASES[name]
+    case, theirs = CASES[name], nn.parallel.DistributedDataParallel
     if case.torch is HANGS:
         with pytest.raises(LaunchError):
-            outcomes("torch", case.nprocs, name)
-        return
-    results = outcomes("torch", case.nprocs, name if case.alone else "")
-    assert [r[name] for r in results] == [for_rank(case.torch, i) for i in range(case.nprocs)]
+            outcome(name, theirs)
+    else:
+        assert outcome(name, theirs) == on_each_rank(case.torch, case.nprocs)
+
+
+def test_a_case_can_fail():
+    """Every comparison above is one of these."""
+    assert for_rank([ByRank((1.0, 2.0)), 3.0], 1) == [2.0, 3.0]
+    assert on_each_rank(1.5, 2) != [1.5, 2.0]

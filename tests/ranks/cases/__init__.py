@@ -33,6 +33,7 @@ VARIANTS = {
 }
 EVERY = tuple(VARIANTS)
 SAME = object()  # torch's class gives what ours gives
+RACES = object()  # torch's class sometimes fails and sometimes does not: not asserted
 HANGS = object()  # torch's class does not come to an end on every rank
 
 
@@ -74,7 +75,8 @@ def error(kind: type[Exception], *words: str) -> Error:
 
 @dataclass(frozen=True)
 class Case:
-    """``alone``: whether torch's class leaves ranks out of step, so that nothing may run after."""
+    """``alone``: whether a class that gets it wrong leaves ranks out of step, so that nothing may
+    run after it."""
 
     program: Callable[[Callable, int], Any]
     options: dict

@@ -8,10 +8,11 @@ from models import line
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cases import EVERY, Two, Wrapped, backward, by_rank, case, grad, grads, x
+from cases import EVERY, Two, Wrapped, backward, by_rank, case, error, grad, grads, x
 
 Pair = namedtuple("Pair", "value label")
 NOT_STATIC = EVERY[:4]
+READY_TWICE = error(RuntimeError, "Expected to mark a variable ready only once")
 
 
 @dataclass
@@ -47,7 +48,7 @@ def an_ordered_dict(wrap, rank):
     return two_steps(wrap, rank, lambda y: OrderedDict(y=y), lambda out: out["y"])
 
 
-@case([1.5, 1.5], variants=EVERY)
+@case([1.5, 1.5], torch={"static": [by_rank(1.0, 2.0)] * 2}, variants=EVERY)
 def a_dataclass(wrap, rank):
     return two_steps(wrap, rank, Result, lambda out: out.value)
 
@@ -62,7 +63,7 @@ def nested_lists_and_tuples(wrap, rank):
     return two_steps(wrap, rank, lambda y: [({"y": (y,)}, None), 2], lambda out: out[0][0]["y"][0])
 
 
-@case([1.5, 1.5], variants=NOT_STATIC)
+@case([1.5, 1.5], torch={"unused": READY_TWICE}, variants=NOT_STATIC)
 def an_object_of_a_class_of_its_own(wrap, rank):
     return two_steps(wrap, rank, Opaque, lambda out: out._hidden[0])
 
@@ -112,7 +113,7 @@ def two_outputs_in_two_backwards(wrap, rank):
     return grads(model2)
 
 
-@case([1.5, 3.0], torch=[1.5, by_rank(2.5, 3.5)])
+@case([1.5, 3.0])
 def functional_call_with_its_own_parameters(wrap, rank):
     model, seen = wrap(line()), []
     for _ in range(2):
