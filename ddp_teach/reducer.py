@@ -146,9 +146,15 @@ class Reducer(BackwardPasses):
 
     def _wait(self, bucket: buckets.Bucket) -> None:
         if bucket.work is not None:
+            self.waiting = bucket
             result = bucket.work.wait()
             if self.comm_hook is not None:
                 copy_result(result, bucket)
+
+    def waits_for(self) -> str:
+        """The bucket that this rank waits for; a launch past its timeout says so."""
+        place = self.buckets.index(self.waiting) + 1 if self.waiting in self.buckets else "?"
+        return f"bucket {place} of {len(self.buckets)} ({', '.join(self.waiting.names)})"
 
     # The end of a synchronising backward pass.
 
