@@ -31,6 +31,8 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 lab: course ## set up .venv if needed and open the course in JupyterLab (LAB_ARGS="--no-browser --port=8899")
+	@# Lab shows no stored pictures of a notebook that is not trusted.
+	@"$(VENV_PYTHON)" -m jupyter trust notebooks/*.ipynb >/dev/null
 	@"$(VENV_PYTHON)" -m jupyterlab $(LAB_FLAGS) $(LAB_ARGS)
 
 test: all-extras ## lint, every test, and every notebook's stored outputs (PARTS="lint pytest nbval")

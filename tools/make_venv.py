@@ -183,6 +183,8 @@ def install(extras):
     command += ["--constraint", os.path.join(ROOT, "constraints.txt")]
     command += shlex.split(os.environ.get("PIP_ARGS", ""))
     run(command + ["--editable", "{0}[{1}]".format(ROOT, ",".join(extras))])
+    # matplotlib looks through all fonts once, and would say so in the first notebook with a picture
+    run([VENV_PYTHON, "-c", "import matplotlib.font_manager"])
 
 
 def run(command):
