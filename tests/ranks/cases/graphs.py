@@ -11,6 +11,7 @@ from cases import (
     Wrapped,
     attempt,
     backward,
+    by_rank,
     case,
     chained,
     error,
@@ -150,6 +151,19 @@ def auxiliary_loss_beside_the_output(wrap, rank):
     model = wrap(Two(both))
     (model(x(rank)).sum() + model.module.extra).backward()
     return grads(model)
+
+
+@case(16.5, torch=by_rank(11.5, 21.5))
+def auxiliary_loss_with_a_backward_of_its_own(wrap, rank):
+    def both(layer, x):
+        layer.extra = layer(x).sum()
+        return layer(10 * x)
+
+    model = wrap(Wrapped(both))
+    loss = model(x(rank)).sum()
+    model.module.layer.extra.backward()
+    loss.backward()
+    return grad(model.module.layer.weight)
 
 
 @case([1.5, 1.5])
