@@ -5,6 +5,7 @@ says which kind has begun. (Torch's class looks only at the *last* forward pass,
 earlier one is treated as if it belonged to the last.)
 """
 
+import sys
 from collections.abc import Iterable
 from functools import partial
 
@@ -18,15 +19,16 @@ class BackwardPasses:
 
     def __init__(self) -> None:
         self.expecting = False  # a synchronising forward has run, its backward has not ended
-        self.recognised = False  # the last backward to synchronise came through such a hook
-        self.task: int | None = None  # autograd's id of the synchronising backward now running
+        self.entered: int | None = None  # autograd's id of the synchronising backward now running
+        self.task: int | None = None  # the same, once the first gradient is there
+        self.recognised = False  # whether that backward came through a hook
         self.local = False  # the backward now running belongs to a forward in no_sync
 
     def before_forward(self) -> None:
         """End, for the other ranks' sake, a synchronising backward that an exception broke off."""
-        if (self.task is not None or self.local) and torch._C._current_graph_task_id() == -1:
+        if (self.entered is not None or self.local) and torch._C._current_graph_task_id() == -1:
             self.local = False
-            self.complete(taking_part=False)
+            self._end_broken_off()
 
     def after_forward(self, outputs: Iterable[Tensor], synchronise: bool) -> None:
         """Put a hook on ``outputs``, all tensors that the forward pass returned."""
@@ -39,26 +41,50 @@ class BackwardPasses:
                 tensor.register_hook(enter)  # an input, returned as it came
 
     def _enter_synchronising(self, _grad: object) -> None:
-        if self.task is None or self.task != torch._C._current_graph_task_id():
-            self.enter(recognised=True)
+        if self.entered is None or self.entered != torch._C._current_graph_task_id():
+            self._enter(recognised=True)
 
     def _enter_local(self, _grad: object) -> None:
-        if not self.local and self.task is None:
+        if not self.local and self.entered is None:
             self.local = True
             Variable._execution_engine.queue_callback(partial(setattr, self, "local", False))
 
-    def enter(self, recognised: bool) -> None:
-        """A synchronising backward begins; when it ends, ``complete`` is called.
+    def _enter(self, recognised: bool) -> None:
+        self._end_broken_off()
+        self.entered, self.recognised = torch._C._current_graph_task_id(), recognised
+        Variable._execution_engine.queue_callback(partial(self._leave, self.entered))
 
-        Not recognised is one that comes through a tensor which no hook could be put on: after such
-        a one, another may be meant for the same forward pass.
-        """
-        if self.task is not None:
-            self.complete(taking_part=False)  # an earlier one was broken off
-        self.task, self.recognised = torch._C._current_graph_task_id(), recognised
-        Variable._execution_engine.queue_callback(partial(self._leave, self.task))
+    def first_gradient(self) -> bool:
+        """Whether the backward pass that brings this gradient synchronises; if so, it begins."""
+        if self.entered is None:
+            if self.local or not self.expecting:
+                return False
+            # It comes through a tensor which no hook could be put on. There may be more of these,
+            # so after this pass another may be meant for the same forward pass.
+            self._enter(recognised=False)
+        self.task = self.entered
         self.begin()
+        return True
 
     def _leave(self, task: int) -> None:
-        if task == self.task:
-            self.complete()
+        if task != self.entered:
+            return
+        if self.task is None and called_by_autograd_grad():
+            self.entered = None  # it leaves the parameters' gradients alone
+            return
+        if self.task is None:  # no parameter took part on this rank
+            self.task = task
+            self.begin()
+        self.complete()
+
+    def _end_broken_off(self) -> None:
+        if self.entered is not None:
+            self.complete(taking_part=False)
+
+
+def called_by_autograd_grad() -> bool:
+    """Whether ``torch.autograd.grad`` runs the current backward pass, and not ``backward()``."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
+        frame = frame.f_back
+    return frame is not None

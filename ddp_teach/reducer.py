@@ -100,11 +100,9 @@ class Reducer(BackwardPasses):
 
     def _gradient_hook(self, i: int) -> Callable[[Tensor], None]:
         def gradient_ready(_param: Tensor) -> None:
-            if self.task is None:
-                if self.local or not self.expecting:
-                    self.kept[i] = True
-                    return
-                self.enter(recognised=False)
+            if self.task is None and not self.first_gradient():
+                self.kept[i] = True
+                return
             self.remaining[i] = remaining = self.remaining[i] - 1
             if remaining < 0:
                 self._gradient_again(i)
@@ -131,6 +129,8 @@ class Reducer(BackwardPasses):
 
     def _launch(self, bucket: buckets.Bucket) -> None:
         """Start the bucket's all-reduce: the one place from which gradients are sent."""
+        if self.comm_hook is not None:
+            self._wait_for_hooks()
         self.in_flight.append(bucket)
         if self.skip_unused and self.skipped.issuperset(bucket.indices):
             return
@@ -150,6 +150,13 @@ class Reducer(BackwardPasses):
             result = bucket.work.wait()
             if self.comm_hook is not None:
                 copy_result(result, bucket)
+            bucket.work = None
+
+    def _wait_for_hooks(self) -> None:
+        # A hook may start a second collective when its first is done, in a thread of its own:
+        # before that, no other may start here, or it would come in another order on another rank.
+        for bucket in self.in_flight:
+            self._wait(bucket)
 
     def waits_for(self) -> str:
         """The bucket that this rank waits for; a launch past its timeout says so."""
@@ -171,6 +178,8 @@ class Reducer(BackwardPasses):
             for bucket in self.buckets[len(self.in_flight) :]:
                 self._launch(bucket if taking_part else bucket.without_gradients())
             idle = self._find_idle() if taking_part else range(len(self.params))
+            if self.comm_hook is not None:
+                self._wait_for_hooks()
             counts = self.detect_unused or self.lessons[:1] == ["fires"]
             count = self.usage.share(idle) if counts else None
             problem = self.check_model() if taking_part else None
@@ -179,7 +188,8 @@ class Reducer(BackwardPasses):
             with torch.no_grad():
                 self._write_back(idle, taking_part)
         finally:
-            self.task, self.expecting = None, self.expecting and not self.recognised
+            self.task = self.entered = None
+            self.expecting = self.expecting and not self.recognised
         if self.lessons:
             self._learn(self.lessons.pop(0), taking_part)
         if taking_part:
