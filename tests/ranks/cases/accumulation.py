@@ -70,7 +70,7 @@ def backward_through_no_sync_after_a_synchronised_one(wrap, rank):
     return [before, grad(model.module.weight)]
 
 
-@case(16.5, torch=LOCAL, variants=NOT_STATIC)
+@case(16.5, torch=LOCAL, variants=EVERY)
 def two_forwards_then_two_backwards(wrap, rank):
     model = wrap(line())
     first, second = model(x(rank)).sum(), model(x(rank, 10)).sum()
@@ -79,7 +79,7 @@ def two_forwards_then_two_backwards(wrap, rank):
     return grad(model.module.weight)
 
 
-@case(16.5, torch=by_rank(16.0, 17.0), variants=NOT_STATIC)
+@case(16.5, torch=by_rank(16.0, 17.0), variants=EVERY)
 def two_forwards_then_two_backwards_the_last_first(wrap, rank):
     model = wrap(line())
     first, second = model(x(rank)).sum(), model(x(rank, 10)).sum()
@@ -95,7 +95,7 @@ def two_forwards_in_one_loss(wrap, rank):
     return grad(model.module.weight)
 
 
-@case(3.0, torch=by_rank(2.5, 3.5), variants=NOT_STATIC)
+@case(3.0, torch=by_rank(2.5, 3.5), variants=EVERY)
 def backward_twice_through_a_retained_graph(wrap, rank):
     model = wrap(line())
     loss = model(x(rank)).sum()

@@ -48,6 +48,15 @@ def replaced(wrap, rank):
     return [outcome, None if outcome else grad(model.module.weight)]
 
 
+@case([by_rank(1.0, 2.0), WEIGHT], torch=[by_rank(1.0, 2.0), None])
+def replaced_and_then_no_sync(wrap, rank):
+    model = wrap(line())
+    model.module.weight = nn.Parameter(torch.ones(1, 1))
+    with model.no_sync():
+        backward(model, rank)
+    return [grad(model.module.weight), attempt(backward, model, rank)]
+
+
 @case(WEIGHT, torch=LOCAL, variants=("plain", "view", "unused", "static"))
 def loaded_with_assign(wrap, rank):
     model = wrap(line())

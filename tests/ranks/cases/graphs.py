@@ -73,6 +73,44 @@ def checkpoint_twice_in_a_static_graph(wrap, rank):
     return three_steps(wrap(Wrapped(twice), static_graph=True), rank)
 
 
+@case(error(RuntimeError, "came after its bucket", "a.weight"), torch=[by_rank(2.5, 3.5), 1.5])
+def checkpoint_twice_while_another_layer_finishes(wrap, rank):
+    def way(two, x):
+        x = x.requires_grad_()
+        first, second = (checkpoint(two.a, x, use_reentrant=True) for _ in range(2))
+        return first + second + two.b(x)
+
+    model = wrap(Two(way))
+    backward(model, rank)
+    return grads(model)
+
+
+@case([[1.5, 1.5]] * 2)
+def checkpoint_around_the_wrapper(wrap, rank):
+    model, seen = wrap(Two(chained)), []
+    for reentrant in (False, True):
+        model.zero_grad()
+        data = x(rank).requires_grad_()
+        checkpoint(model, data, use_reentrant=reentrant).sum().backward()
+        seen.append(grads(model))
+    return seen
+
+
+@case([error(RuntimeError, ""), 1.0], torch=["stepped", by_rank(0.0, -1.0)])
+def an_optimizer_that_steps_in_the_middle_of_backward(wrap, rank):
+    model = wrap(Two(chained))
+    weight = model.module.b.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def step(_param):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weight.register_post_accumulate_grad_hook(step)
+    outcome = attempt(backward, model, rank)
+    return [outcome or "stepped", weight.item()]
+
+
 @case([10.0, 20.0], variants=("plain", "view", "small"))
 def create_graph(wrap, rank):
     model, seen = wrap(line(2.0)), []

@@ -24,6 +24,7 @@ DETECT = {"find_unused_parameters": True}
 NAMES_B = error(RuntimeError, "b.weight")
 UNFINISHED = error(RuntimeError, "Expected to have finished reduction")
 LOCAL_A = by_rank([1.0, None], [2.0, None])
+LOCAL_BOTH = by_rank([1.0, 1.0], [2.0, 2.0])
 BOTH = ("plain", "view", "small")
 
 
@@ -176,3 +177,43 @@ def all_reduces_skipped_for_buckets_not_used(wrap, rank):
         backward(model, rank)
         seen.append([grad(p) for p in model.parameters()])
     return seen
+
+
+@case([1.5, 1.5], torch=LOCAL_BOTH)
+def undetected_but_used_in_no_sync(wrap, rank):
+    model = wrap(Two(only_a))
+    with model.no_sync():
+        backward(model, rank)
+    model.module.way = only_b
+    backward(model, rank)
+    return grads(model)
+
+
+@case([[1.5, None], NAMES_B], torch=[LOCAL_A, None])
+def backward_into_some_parameters_only(wrap, rank):
+    model = wrap(Two(lambda two, x: two.a(x) + two.b(x)))
+    model(x(rank)).sum().backward(inputs=[model.module.a.weight])
+    return [grads(model), attempt(sgd(model).step)]
+
+
+@case([[1.5, 0.0], error(RuntimeError, "b.weight", "static_graph")], torch=[LOCAL_A, None])
+def used_no_longer_in_a_static_graph(wrap, rank):
+    model = wrap(Two(lambda two, x: two.a(x) + two.b(x)), static_graph=True)
+    backward(model, rank)
+    model.zero_grad()
+    model.module.way = only_a
+    backward(model, rank)
+    return [grads(model), attempt(sgd(model).step)]
+
+
+CHANGED = error(RuntimeError, "Your training graph has changed in this iteration")
+
+
+@case(
+    [error(RuntimeError, "Your training graph has changed", "b.weight"), 1.0], torch=[CHANGED, 1.0]
+)
+def used_at_last_in_a_static_graph(wrap, rank):
+    model = wrap(Two(only_a), static_graph=True)
+    backward(model, rank)
+    model.module.way = only_b
+    return [attempt(step, model, rank, sgd(model)), model.module.b.weight.item()]
