@@ -5,7 +5,7 @@ have stepped. Here the complaint is known when backward ends, and is raised by w
 the next forward pass, or the step of an optimizer that holds one of the parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -43,15 +43,22 @@ BROKEN_OFF = (
     "A backward pass was broken off while gradients that lie in their buckets were being averaged "
     "(gradient_as_bucket_view=True); they are undefined. Call zero_grad(set_to_none=True) after it."
 )
+TOO_EARLY = (
+    "an optimizer steps in the middle of backward, or after one that was broken off: gradients are "
+    "not averaged. Call its step() only after backward() has returned."
+)
 
 
 class Complaint:
     """An error about some of ``params`` (``names`` belong to them) that waits for the next forward
-    pass, or for the step of an optimizer."""
+    pass, or for the step of an optimizer, which must not come while ``busy()``."""
 
-    def __init__(self, rank: int, names: Sequence[str], params: Sequence[Tensor]):
-        self.rank, self.names, self.params = rank, names, params
-        self.message = self.last_message = self.step_hook = None
+    def __init__(
+        self, rank: int, names: Sequence[str], params: Sequence[Tensor], busy: Callable[[], bool]
+    ):
+        self.rank, self.names, self.params, self.busy = rank, names, params, busy
+        self.message = self.last_message = None
+        self.step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def speak(
         self, problem: str | None, late: Sequence[int], missing: Sequence[int], static: bool
@@ -76,27 +83,25 @@ class Complaint:
 
     def raise_if_filed(self) -> None:
         """Raise the waiting complaint as ``RuntimeError``, once."""
-        message = self.message
-        if message is not None:
-            self.withdraw()
+        if self.message is not None:
+            message, self.message = self.message, None
             self.raise_now(message)
 
-    def withdraw(self) -> None:
-        """Forget the complaint, and leave no hook behind in torch's optimizers."""
-        if self.step_hook is not None:
-            self.step_hook.remove()
-        self.message = self.step_hook = None
+    def close(self) -> None:
+        """Leave no hook behind in torch's optimizers."""
+        self.step_hook.remove()
 
     def _file(self, what: str, indices: Sequence[int]) -> None:
-        self.withdraw()
         who = f"did not receive grad for rank {self.rank}:"
         places, names = " ".join(map(str, indices)), ", ".join(self.names[i] for i in indices)
         self.message = (
             f"{what}\nParameter indices which {who} {places}\nParameters which {who} {names}"
         )
-        self.step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self.message is None and not self.busy():
+            return
         ours = set(self.params)
         if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.raise_if_filed()
+            self.raise_now(f"On rank {self.rank} {TOO_EARLY}")

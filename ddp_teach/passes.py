@@ -24,6 +24,10 @@ class BackwardPasses:
         self.recognised = False  # whether that backward came through a hook
         self.local = False  # the backward now running belongs to a forward in no_sync
 
+    def is_running(self) -> bool:
+        """Whether a synchronising backward has begun and not ended, or was broken off."""
+        return self.entered is not None
+
     def before_forward(self) -> None:
         """End, for the other ranks' sake, a synchronising backward that an exception broke off."""
         if (self.entered is not None or self.local) and torch._C._current_graph_task_id() == -1:

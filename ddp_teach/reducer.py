@@ -47,7 +47,7 @@ class Reducer(BackwardPasses):
         self.detect_unused = options.find_unused_parameters and not self.static
         self.skip_unused = options.skip_all_reduce_unused_params
         self.make_bucket = partial(buckets.make_bucket, managed, options.gradient_as_bucket_view)
-        self.complaint = Complaint(dist.get_rank(group), names, self.params)
+        self.complaint = Complaint(dist.get_rank(group), names, self.params, self.is_running)
         self.comm_hook: tuple[object, Callable] | None = None
 
         n = len(managed)
@@ -71,7 +71,7 @@ class Reducer(BackwardPasses):
         """Take the hooks off the parameters; the reducer does nothing any more."""
         for handle in self.handles:
             handle.remove()
-        self.complaint.withdraw()
+        self.complaint.close()
 
     def _use_buckets(self, assigned: Sequence[Sequence[int]]) -> None:
         self.buckets = [self.make_bucket(indices) for indices in assigned]  # in launch order
