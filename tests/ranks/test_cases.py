@@ -15,19 +15,28 @@ import_all()
 
 
 @functools.cache
-def together(wrapper: type[nn.Module], nprocs: int) -> list[dict[str, Any]]:
-    """What every rank got, by case: all that can run one after the other, in one launch."""
-    names = [name for name, case in CASES.items() if case.nprocs == nprocs and not case.alone]
-    return launch(run, names, wrapper, nprocs=nprocs, timeout=90)
+def section(
+    wrapper: type[nn.Module], nprocs: int, name: str
+) -> tuple[list[dict[str, Any]], LaunchError | None]:
+    """What every rank got, by case: those of a section that can run one after the other, in one
+    launch. If that fails, its error as well: no test launches the same again."""
+    names = [n for n, case in CASES.items() if case.nprocs == nprocs and not case.alone]
+    names = [n for n in names if n.startswith(f"{name}.")]
+    try:
+        return launch(run, names, wrapper, nprocs=nprocs, timeout=40), None
+    except LaunchError as error:
+        return [], error
 
 
 def outcome(name: str, wrapper: type[nn.Module]) -> list[Any]:
     """What the case gives with this class, in rank order."""
-    nprocs = CASES[name].nprocs
-    if CASES[name].alone:
-        results = launch(run, [name], wrapper, nprocs=nprocs, timeout=5)
+    case = CASES[name]
+    if case.alone:
+        results = launch(run, [name], wrapper, nprocs=case.nprocs, timeout=5)
     else:
-        results = together(wrapper, nprocs)
+        results, error = section(wrapper, case.nprocs, name.partition(".")[0])
+        if error is not None:
+            pytest.fail(str(error))
     return [result[name] for result in results]
 
 

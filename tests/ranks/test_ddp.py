@@ -1,5 +1,6 @@
 """The finished wrapper from outside: what it sends and when, its arguments, what it looks like."""
 
+import functools
 import inspect
 import os
 import subprocess
@@ -12,8 +13,10 @@ from models import Boom, WithBuffers, batch, chain, line, loss_of, mlp
 from recorder import kinds, record
 from torch import nn
 
-from ddp_teach import DistributedDataParallel, launch
+import ddp_teach
+from ddp_teach import DistributedDataParallel
 
+launch = functools.partial(ddp_teach.launch, timeout=20)
 TORCHS = nn.parallel.DistributedDataParallel
 SMALLEST = {"bucket_cap_mb": 1e-6}  # one parameter a bucket
 BYTES = 4 * (4 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3)  # of the gradients of mlp()
