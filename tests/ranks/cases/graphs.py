@@ -1,8 +1,11 @@
 """Shapes of autograd graphs: tied weights, checkpoints, graphs of gradients, kept tensors."""
 
+import gc
+
 import torch
 from models import Boom, Fragile, line
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
 from cases import (
@@ -96,7 +99,9 @@ def checkpoint_around_the_wrapper(wrap, rank):
     return seen
 
 
-@case([error(RuntimeError, ""), 1.0], torch=["stepped", by_rank(0.0, -1.0)])
+@case(
+    [error(RuntimeError, "in the middle of backward"), 1.0], torch=["stepped", by_rank(0.0, -1.0)]
+)
 def an_optimizer_that_steps_in_the_middle_of_backward(wrap, rank):
     model = wrap(Two(chained))
     weight = model.module.b.weight
@@ -136,6 +141,7 @@ def exception_in_forward_then_a_normal_step(wrap, rank):
 
 
 FAILED = error(ValueError, "boom")
+STEPPED = [1.0, 1.0, by_rank(0.0, -1.0)]  # only c had a gradient, and a local one
 UNFINISHED = error(RuntimeError, "Expected to have finished reduction")
 
 
@@ -299,3 +305,46 @@ def hooks_of_the_user_see_local_gradients(wrap, rank):
 def the_error_of_a_broken_backward_is_its_own(wrap, rank):
     model = wrap(Wrapped(lambda layer, x: Boom.apply(layer(x))))
     backward(model, rank)
+
+
+@case([-0.5, -0.5])
+def a_forward_alone_does_not_keep_an_optimizer_from_stepping(wrap, rank):
+    model = wrap(Two(chained))
+    backward(model, rank)
+    model(x(rank))
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return [p.item() for p in model.parameters()]
+
+
+@case([FAILED, error(RuntimeError, "broken off"), [1.0] * 3], torch=[FAILED, None, STEPPED])
+def an_exception_in_backward_and_then_a_step(wrap, rank):
+    model = wrap(Fragile())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    failed = attempt(three_layers, model, rank, True)
+    return [failed, attempt(optimizer.step), [p.item() for p in model.parameters()]]
+
+
+@case([[1.5, 1.5], [3.0, 0.0]])
+def one_network_against_another(wrap, rank):
+    """As in a GAN: both are trained in turn, and each loss goes through both."""
+    maker, judge = wrap(line()), wrap(line())
+    seen = []
+    judge(maker(x(rank)).detach()).sum().backward()
+    torch.optim.SGD(judge.parameters(), lr=0.5).step()
+    seen.append([grad(judge.module.weight), 1.5])
+    judge.zero_grad()
+    judge.requires_grad_(False)
+    judge(maker(x(rank, 8))).sum().backward()
+    judge.requires_grad_(True)
+    torch.optim.SGD(maker.parameters(), lr=0.5).step()
+    return [*seen, [grad(maker.module.weight), 0.0 if grad(judge.module.weight) is None else 1.0]]
+
+
+@case([0, 0])
+def nothing_is_left_in_torchs_optimizers(wrap, rank):
+    before = len(optimizer_hooks)
+    model = wrap(Two(chained))
+    backward(model, rank)
+    del model
+    gc.collect()
+    return [len(optimizer_hooks) - before, 0]
