@@ -118,8 +118,10 @@ class Bucket:
                 torch.mul(grad, 1.0 / divisor, out=view)
             return
         torch._foreach_copy_(self.views, grads)
-        if divisor != 1:
-            self.flat.mul_(1.0 / divisor) if reciprocal else self.flat.div_(divisor)
+        if divisor != 1 and reciprocal:
+            self.flat.mul_(1.0 / divisor)
+        elif divisor != 1:
+            divide_parts(self.flat, divisor)
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         """Make the flat tensor's contents the gradients, except for indices in ``leave``. Call it
@@ -189,7 +191,10 @@ class GradientBucket(Bucket):
             if not is_inside:
                 view.zero_() if p.grad is None else view.copy_(p.grad)
             # torch's reducer divides what already lies in the bucket and multiplies what it copies
-            view.mul_(1.0 / divisor) if reciprocal and not is_inside else view.div_(divisor)
+            if reciprocal:
+                view.div_(divisor) if is_inside else view.mul_(1.0 / divisor)
+            else:
+                divide_parts(view, divisor)
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         for i, p, view in zip(self.indices, self.params, self.views, strict=True):
@@ -225,6 +230,11 @@ class SparseBucket(Bucket):
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()
+
+
+def divide_parts(tensor: Tensor, divisor: float) -> None:
+    """Divide in place, the real and the imaginary part each by itself, as torch does there."""
+    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(divisor)
 
 
 def make_bucket(
