@@ -177,13 +177,18 @@ def answer(launcher: Connection, thread: int, folder: Path) -> None:
 
 
 def end_all_ranks(folder: Path) -> None:
-    """End the other ranks, even stopped ones, remove the folder, and end this process."""
+    """End the other ranks, even stopped ones, remove the folder, and end this process.
+
+    Only one rank does this: two could end each other before either had removed the folder.
+    """
     try:
+        (folder / "ending").touch(exist_ok=False)
         for pid in [int(file.read_text()) for file in folder.glob("*.pid")]:
             if pid != os.getpid():
-                os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-    finally:  # another rank may be doing the same
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
         shutil.rmtree(folder, ignore_errors=True)
+    finally:
         os._exit(1)
 
 
