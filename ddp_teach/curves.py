@@ -1,0 +1,120 @@
+"""Pictures of curves: the loss over the steps of several trainings, or what a model has learned.
+
+Curves that coincide stay visible: each is drawn narrower than the one before, on top of it. What is
+drawn are the numbers of ``curve_rows``, rounded, so that a difference in the last bits, as between
+two processors, does not change the picture.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+from ddp_teach.canvas import (
+    COLORS,
+    MARGIN,
+    NEUTRAL,
+    PALE,
+    WIDTH,
+    Canvas,
+    Picture,
+    bucket_color,
+    count,
+    our_settings,
+    text_width,
+)
+
+LEGEND, SAMPLE = 9, 22  # font size, and length of a line beside a name, in points
+HEIGHT = 190  # of the part with the curves, in points
+MOST = len(COLORS) - 1  # curves; the last colour, yellow, is hard to see as a thin line
+
+
+def curve_picture(
+    curves: Mapping[str, Sequence[float]],
+    title: str,
+    x: Sequence[float] | None = None,
+    x_label: str = "step",
+    y_label: str = "loss",
+) -> Picture:
+    """A picture of named ``curves`` of equal length, over ``x`` (by default 0, 1, 2, ...).
+
+    Raises ``ValueError`` where there is nothing to draw, for more than 6 curves, where lengths
+    differ, and for numbers that are not finite.
+    """
+    rows = curve_rows(curves, x)
+    lines = [f"{title}: {y_label} by {x_label}"]
+    for row in rows:
+        (first_x, first), (last_x, last) = row["points"][0], row["points"][-1]
+        lines.append(f"{row['name']}: {first:g} at {first_x:g}, {last:g} at {last_x:g}")
+    names = ", ".join(row["name"] for row in rows)
+    alt = f"{title}. {count(len(rows), 'curve')} of {y_label} by {x_label}: {names}."
+    return Picture(draw_curves(rows, title, x_label, y_label), "\n".join(lines), alt)
+
+
+def curve_rows(
+    curves: Mapping[str, Sequence[float]], x: Sequence[float] | None = None
+) -> list[dict]:
+    """What ``curve_picture`` draws: for every curve its ``name`` and its ``points``, pairs of x and
+    y rounded to 4 decimals."""
+    lengths = {name: len(ys) for name, ys in curves.items()}
+    if not lengths or min(lengths.values()) == 0:
+        raise ValueError(f"curves need a point each to be drawn, but got {lengths}.")
+    if len(curves) > MOST:
+        raise ValueError(f"At most {MOST} curves fit into a picture, but got {len(curves)}.")
+    if x is None:
+        x = range(next(iter(lengths.values())))
+    if set(lengths.values()) != {len(x)}:
+        raise ValueError(f"Every curve must have {len(x)} points, one for each x; got {lengths}.")
+    for name, ys in curves.items():
+        if not all(map(isfinite, ys)):
+            raise ValueError(f"Curve {name!r} has a value that is not finite.")
+    return [
+        {"name": name, "points": [[rounded(a), rounded(b)] for a, b in zip(x, ys, strict=True)]}
+        for name, ys in curves.items()
+    ]
+
+
+def rounded(number: float) -> float:
+    return round(float(number), 4) + 0.0  # -0.0 becomes 0.0
+
+
+@our_settings()
+def draw_curves(rows: Sequence[dict], title: str, x_label: str, y_label: str) -> Canvas:
+    legend = legend_lines([row["name"] for row in rows], WIDTH - 2 * MARGIN)
+    top = 38 + 16 * len(legend)
+    canvas = Canvas(top + HEIGHT + 40)
+    canvas.text(MARGIN, 19, title, 11, weight="bold")
+    widths = [1.4 + 1.8 * (len(rows) - 1 - i) for i in range(len(rows))]  # the last on top
+    for k, line in enumerate(legend):
+        for i, place in line:
+            at, y = MARGIN + place, 40 + 16 * k
+            style = {"color": bucket_color(i), "linewidth": widths[i]}
+            canvas.axes.plot([at, at + SAMPLE], [y, y], solid_capstyle="butt", **style)
+            canvas.text(at + SAMPLE + 5, y, rows[i]["name"], LEGEND)
+    height, left = top + HEIGHT + 40, 52
+    place = (left / WIDTH, 40 / height, (WIDTH - left - MARGIN) / WIDTH, HEIGHT / height)
+    plot = canvas.figure.add_axes(place)
+    for i, row in enumerate(rows):
+        xs, ys = zip(*row["points"], strict=True)
+        plot.plot(xs, ys, color=bucket_color(i), linewidth=widths[i], solid_capstyle="butt")
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.spines[["left", "bottom"]].set_color(PALE)
+    plot.grid(color=NEUTRAL, linewidth=0.7)
+    plot.set_axisbelow(True)
+    plot.tick_params(labelsize=8.5, color=PALE, labelcolor=PALE)
+    plot.set_xlabel(x_label, fontsize=9, color=PALE)
+    plot.set_ylabel(y_label, fontsize=9, color=PALE)
+    return canvas
+
+
+def legend_lines(names: Sequence[str], width: float) -> list[list[tuple[int, float]]]:
+    """On which line of ``width`` points every name of the legend stands, and how far from its left:
+    a list of (number of the curve, points) for every line."""
+    lines: list[list[tuple[int, float]]] = []
+    at = width
+    for i, name in enumerate(names):
+        needed = SAMPLE + 5 + text_width(name, LEGEND)
+        if at + needed > width or not lines:
+            lines.append([])
+            at = 0.0
+        lines[-1].append((i, at))
+        at += needed + 14
+    return lines
