@@ -81,12 +81,14 @@ class Timeline:
         """The kinds of the events in their order; only those ``wanted``, if any are named."""
         return [event.kind for event in self.events if not wanted or event.kind in wanted]
 
-    def spans(self) -> Iterator[tuple[Event, float]]:
-        """Every event that lasts, and the time of its end; one that never ended has no length."""
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The places of every event that lasts and of its end; one that never ended, because of an
+        exception, lasts until the last event."""
         for i, event in enumerate(self.events):
             if event.kind in LASTING:
-                ends = (e.time for e in self.events[i:] if is_end(e, event))
-                yield event, next(ends, event.time)
+                rest = range(i + 1, len(self.events))
+                ends = (j for j in rest if is_end(self.events[j], event))
+                yield i, next(ends, len(self.events) - 1)
 
     def lanes(self) -> list[int]:
         """For every collective the lane, from 0, in which it can be drawn without overlapping."""
@@ -164,7 +166,8 @@ def chrome_entries(timeline: Timeline, zero: float) -> Iterator[dict[str, Any]]:
 
     yield entry("M", "process_name", 0, 0, args={"name": f"rank {timeline.rank}"})
     yield entry("M", "thread_name", 0, 0, args={"name": "compute"})
-    for event, end in timeline.spans():
+    for i, j in timeline.spans():
+        event, end = timeline.events[i], timeline.events[j].time
         about = {} if event.collective is None else timeline.collectives[event.collective]
         name = f"wait for {about.label}" if about else event.kind
         yield lasting(name, event.time, end, 0)

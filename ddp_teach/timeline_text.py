@@ -55,19 +55,19 @@ def carrier_of(timeline: Timeline, i: int) -> int | None:
     return None
 
 
-def lines_of(timeline: Timeline) -> list[str]:
-    """What happened, a line for each row and for each end."""
+def lines_of(timeline: Timeline, with_times: bool = False) -> list[str]:
+    """What happened: a line for each row, and for each end of something that others are inside."""
     lines, inside = [], 0
     for i, event in enumerate(timeline.events):
         before = timeline.events[i - 1].kind if i else ""
         if event.kind in ENDS:
             inside = max(inside - 1, 0)
-            if ENDS[event.kind] and f"{before} end" != event.kind:
-                lines.append("  " * inside + ENDS[event.kind])
-            continue
-        words = wording(timeline, i)
+            words = "" if f"{before} end" == event.kind else ENDS[event.kind]
+        else:
+            words = wording(timeline, i)
         if words:
-            lines.append("  " * inside + words)
+            time = f"{event.time * 1e3:8.3f} ms  " if with_times else ""
+            lines.append(f"{time}{'  ' * inside}{words}")
         inside += event.kind in BEGINS
     return lines
 
@@ -78,50 +78,54 @@ def wording(timeline: Timeline, i: int) -> str:
         return event.kind if after == ["forward end"] else BEGINS[event.kind]
     if event.kind == "gradient":
         return f"gradient of {event.name} is ready"
+    if event.kind == "done":
+        return ""  # said with the wait
     collective = timeline.collectives[event.collective]
+    if event.kind == "wait":
+        ending = ", done" if after == ["done"] else ""
+        return f"waits for {collective.label}{ending}" if collective.is_async else ""
     size = f" ({count(collective.nbytes, 'byte')})" if collective.nbytes else ""
-    if event.kind == "launch":
-        ending = "" if collective.is_async else " and waited for"
-        return f"{collective.label} is launched{size}{ending}"
-    if event.kind == "wait" and collective.is_async:
-        return f"waits for {collective.label}" + (", done" if after == ["done"] else "")
-    return ""
+    ending = "" if collective.is_async else ", waits until it is done"
+    return f"{collective.label} is launched{size}{ending}"
 
 
-def text_of(timelines: Sequence[Timeline]) -> str:
+def text_of(timelines: Sequence[Timeline], by: str) -> str:
     """The lines of every rank; ranks that did the same share them."""
     stories: dict[tuple, list[Timeline]] = {}
     for timeline in timelines:
-        stories.setdefault(tuple(lines_of(timeline)), []).append(timeline)
+        story = timeline.model, *lines_of(timeline, with_times=by == "time")
+        stories.setdefault(story, []).append(timeline)
     parts = []
-    for lines, ranks in stories.items():
-        who = " and ".join(f"rank {timeline.rank}" for timeline in ranks)
-        shown = elide(lines, MOST_ROWS)
+    for (model, *lines), alike in stories.items():
+        ranks = ", ".join(str(timeline.rank) for timeline in alike)
+        head = f"{model} on {'rank' if len(alike) == 1 else 'ranks'} {ranks}, by {by}:"
         more = f"… {len(lines) - MOST_ROWS + 1} more …"
-        head = f"{who}, {ranks[0].model}, in order of events:"
-        parts.append("\n  ".join([head, *(more if line is None else line for line in shown)]))
-        if ranks[0].hidden:
-            parts[-1] += f"\n  {unseen(ranks[0])}"
-    return "\n".join([*parts, *mismatch(timelines)])
+        shown = (more if line is None else line for line in elide(lines, MOST_ROWS))
+        parts.append("\n  ".join([head, *shown]))
+    return "\n".join([*parts, *notes(timelines, by)])
 
 
-def unseen(timeline: Timeline) -> str:
-    """What to say of torch's class."""
-    if any(c.names for c in timeline.collectives):
-        return "its waits are not visible: torch's class waits in C++"
-    return "its all-reduces are not visible: torch's class launches them in C++"
+def notes(timelines: Sequence[Timeline], by: str) -> list[str]:
+    """What is to be said below: what can't be seen, and where the ranks send different things."""
+    lines = []
+    if any(t.hidden and not any(c.names for c in t.collectives) for t in timelines):
+        lines.append("Not visible: the all-reduces of torch's class, which launches them in C++.")
+    waited = [{e.collective for e in t.events if e.kind == "done"} for t in timelines]
+    pairs = zip(timelines, waited, strict=True)
+    unseen = sum(len(t.collectives) - len(done) for t, done in pairs)
+    if unseen and by == "order":
+        what = f"No wait seen for {count(unseen, 'collective')}: of these the bar shows the launch"
+        lines.append(f"{what} alone.")
+    return [*lines, *mismatch(timelines)]
 
 
 def mismatch(timelines: Sequence[Timeline]) -> list[str]:
-    """A line that says which collective of gradients is the first not to carry the same on all
-    ranks; empty where all do."""
+    """A line about the first collective of gradients that does not carry the same on all ranks."""
     carried = [[c for c in timeline.collectives if c.names] for timeline in timelines]
     for i in range(max(map(len, carried), default=0)):
         each = [c[i] if i < len(c) else None for c in carried]
         if len({c and (c.kind, c.bucket, c.names) for c in each}) > 1:
-            said = ", ".join(
-                f"rank {t.rank}: {c.label if c else 'nothing'}"
-                for t, c in zip(timelines, each, strict=True)
-            )
-            return [f"The ranks do not send the same. Collective {i + 1} of gradients is {said}."]
+            pairs = zip(timelines, each, strict=True)
+            said = ", ".join(f"{c.label if c else 'none'} on rank {t.rank}" for t, c in pairs)
+            return [f"The ranks send different things: collective {i + 1} is {said}."]
     return []

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ddp_teach.call import short
 from ddp_teach.timeline import Collective, Timeline, plot, to_chrome_trace
@@ -76,6 +77,7 @@ class Recorder:
         self.params = {n: p for n, p in self.inner.named_parameters() if p.requires_grad}
         self.waiting: list[str] = []  # gradients that are ready and in no collective yet
         self.depth = 0  # of backward() calls, one inside another
+        self.lock, self.is_on = threading.Lock(), True  # hooks may launch from another thread
         is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.timeline = Timeline(rank, type(model).__name__, is_torchs, time.time())
@@ -85,7 +87,12 @@ class Recorder:
         return time.perf_counter() - self.zero
 
     def note(self, kind: str, name: str = "", collective: int | None = None) -> None:
-        self.timeline.add(kind, self.now(), name, collective)
+        if self.is_on:
+            self.timeline.add(kind, self.now(), name, collective)
+
+    def stop(self) -> None:
+        """What is waited for later is noted no more."""
+        self.is_on = False
 
     def attach(self, stack: ExitStack) -> None:
         """Put everything in place; ``stack`` puts it back."""
@@ -93,20 +100,20 @@ class Recorder:
         def noting(kind: str) -> Callable:
             return lambda *_: self.note(kind)
 
+        def until_closed(handle: RemovableHandle) -> None:
+            stack.callback(handle.remove)
+
+        stack.callback(self.stop)
         # of the wrapped module, so that forward() called by name is seen as well
-        handles = [
-            self.inner.register_forward_pre_hook(noting("forward")),
-            self.inner.register_forward_hook(noting("forward end"), always_call=True),
-            optimizer.register_optimizer_step_pre_hook(noting("step")),
-            optimizer.register_optimizer_step_post_hook(noting("step end")),
-        ]
+        until_closed(self.inner.register_forward_pre_hook(noting("forward")))
+        until_closed(self.inner.register_forward_hook(noting("forward end"), always_call=True))
+        until_closed(optimizer.register_optimizer_step_pre_hook(noting("step")))
+        until_closed(optimizer.register_optimizer_step_post_hook(noting("step end")))
         # Before the gradient is stored, because the wrapper's own hooks run right after that and
         # may already send it. A node lives only as long as somebody holds it.
         self.nodes = {name: get_gradient_edge(p).node for name, p in self.params.items()}
         for name, node in self.nodes.items():
-            handles.append(node.register_prehook(partial(self._gradient_ready, name)))
-        for handle in handles:
-            stack.callback(handle.remove)
+            until_closed(node.register_prehook(partial(self._gradient_ready, name)))
         replace(stack, torch.autograd, "backward", self._recorded_backward)
         for name in COLLECTIVES:
             replace(stack, dist, name, self._recorded_collective)
@@ -150,10 +157,11 @@ class Recorder:
         self.waiting = [name for name in self.waiting if name not in names]
         nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        about = Collective(kind, nbytes, dtype, bucket, names, self.now())
-        number = len(self.timeline.collectives)
-        self.timeline.collectives.append(about)
-        self.timeline.add("launch", about.launched, collective=number)
+        with self.lock:
+            number = len(self.timeline.collectives)
+            about = Collective(kind, nbytes, dtype, bucket, names, self.now())
+            self.timeline.collectives.append(about)
+            self.timeline.add("launch", about.launched, collective=number)
         return number
 
     def _contents(self, tensor: Tensor) -> tuple[int | None, tuple[str, ...]]:
