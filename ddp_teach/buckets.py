@@ -127,14 +127,17 @@ class Bucket:
         """Make the flat tensor's contents the gradients, except for indices in ``leave``. Call it
         with gradients switched off."""
         self.gave_views = self.gives_views
-        grads, views = [p.grad for p in self.params], self.views
-        if leave or self.has_gaps or self.gives_views:
-            kept = [k for k, i in enumerate(self.indices) if i not in leave]
-            for k in kept:
-                if self.gives_views or grads[k] is None:
-                    self.params[k].grad = views[k] if self.gives_views else views[k].clone()
-            kept = [k for k in kept if not self.gives_views and grads[k] is not None]
-            grads, views = [grads[k] for k in kept], [views[k] for k in kept]
+        grads, views = [], []
+        for i, p, view in zip(self.indices, self.params, self.views, strict=True):
+            if i in leave:
+                continue
+            if self.gives_views:
+                p.grad = view
+            elif p.grad is None:
+                p.grad = view.clone()
+            else:
+                grads.append(p.grad)
+                views.append(view)
         if grads:
             torch._foreach_copy_(grads, views)
 
@@ -156,94 +159,9 @@ class Bucket:
         return f"Bucket({size}, {self.nbytes} bytes: {', '.join(self.names)})"
 
 
-class GradientBucket(Bucket):
-    """A bucket whose views *are* the gradients: ``p.grad`` lies in the flat tensor and nothing is
-    copied (``gradient_as_bucket_view=True``)."""
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        for p, view in zip(self.params, self.views, strict=True):
-            if p.grad is not None:
-                view.copy_(p.grad.detach())
-                p.grad = view
-
-    def expect(self) -> None:
-        super().expect()
-        self.gives_views = False
-        start, size = self.flat.data_ptr(), self.flat.element_size()
-        places = zip(self.views, self.offsets, strict=True)
-        if any(v.numel() and v.data_ptr() != start + o * size for v, o in places):
-            self._allocate()  # module.to(memory_format=...) has put the views' contents elsewhere
-
-    def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
-        inside = [p.grad is view for p, view in zip(self.params, self.views, strict=True)]
-        if not any(inside):
-            super().pack(divisor, reciprocal)
-        else:
-            self._pack_around(inside, divisor, reciprocal)
-        for p, view in zip(self.params, self.views, strict=True):
-            if p.grad is not None:
-                p.grad = view
-
-    def _pack_around(self, inside: list[bool], divisor: float, reciprocal: bool) -> None:
-        self.has_gaps = any(p.grad is None for p in self.params)
-        for p, view, is_inside in zip(self.params, self.views, inside, strict=True):
-            if not is_inside:
-                view.zero_() if p.grad is None else view.copy_(p.grad)
-            # torch's reducer divides what already lies in the bucket and multiplies what it copies
-            if reciprocal:
-                view.div_(divisor) if is_inside else view.mul_(1.0 / divisor)
-            else:
-                divide_parts(view, divisor)
-
-    def unpack(self, leave: Collection[int] = ()) -> None:
-        for i, p, view in zip(self.indices, self.params, self.views, strict=True):
-            if p.grad is None and i not in leave:
-                p.grad = view
-
-    def holds_gradients(self) -> bool:
-        return any(p.grad is view for p, view in zip(self.params, self.views, strict=True))
-
-
-class SparseBucket(Bucket):
-    """The bucket of one parameter with sparse gradients: ``flat`` is the sparse tensor itself, and
-    only the rows that some rank has travel."""
-
-    def _allocate(self) -> None:
-        self.flat, self.views = torch.zeros_like(self.params[0], layout=torch.sparse_coo), []
-
-    def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
-        grad = self.params[0].grad
-        self.has_gaps = grad is None
-        if self.has_gaps:
-            grad = torch.zeros_like(self.params[0]).to_sparse(1)
-        elif not grad.is_sparse:
-            raise RuntimeError(
-                f"{self.names[0]} belongs to a layer with sparse=True but has a dense gradient; "
-                "set sparse=False where the layer is made, and wrap the model again."
-            )
-        self.flat = grad.coalesce() / divisor
-
-    def unpack(self, leave: Collection[int] = ()) -> None:
-        if self.indices[0] not in leave:
-            self.params[0].grad = self.flat
-
-    def empty_among(self, indices: Collection[int]) -> set[int]:
-        return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()
-
-
 def divide_parts(tensor: Tensor, divisor: float) -> None:
     """Divide in place, the real and the imaginary part each by itself, as torch does there."""
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(divisor)
-
-
-def make_bucket(
-    managed: Sequence[tuple[str, Tensor, bool]], as_view: bool, indices: Sequence[int]
-) -> Bucket:
-    """The right kind of bucket for some of ``managed`` (name, parameter, has sparse gradient)."""
-    names, params, sparse = zip(*(managed[i] for i in indices), strict=True)
-    kind = SparseBucket if any(sparse) else GradientBucket if as_view else Bucket
-    return kind(indices, params, names)
 
 
 def view_like(param: Tensor, flat: Tensor, offset: int) -> Tensor:

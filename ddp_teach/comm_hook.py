@@ -46,15 +46,29 @@ class GradBucket:
         return list(self._bucket.params)
 
 
-def copy_result(result: Tensor | list[Tensor], bucket: Bucket) -> None:
-    """Put what the hook's future held into the bucket, if it is not there already."""
-    result = result[0] if isinstance(result, list | tuple) else result
-    if result is bucket.flat:
-        return
-    if result.is_sparse:
-        bucket.flat = result
-    elif result.data_ptr() != bucket.flat.data_ptr() or result.dtype != bucket.flat.dtype:
-        bucket.flat.copy_(result.view(bucket.flat.shape))
+class HookResult:
+    """What a hook has started for ``bucket``; the counterpart of an all-reduce's ``Work``."""
+
+    def __init__(self, future: torch.futures.Future, bucket: Bucket):
+        self.future, self.bucket = future, bucket
+
+    def wait(self) -> None:
+        """Wait for the hook, and put its result into the bucket if it is not there already."""
+        result, bucket = self.future.wait(), self.bucket
+        result = result[0] if isinstance(result, list | tuple) else result
+        if result is bucket.flat:
+            return
+        if result.is_sparse:
+            bucket.flat = result
+        elif result.data_ptr() != bucket.flat.data_ptr() or result.dtype != bucket.flat.dtype:
+            bucket.flat.copy_(result.view(bucket.flat.shape))
+
+
+def run_hook(
+    state: object, hook: Callable, bucket: Bucket, place: int, is_last: bool
+) -> HookResult:
+    """Give a full bucket, the one at ``place`` in launch order, to the user's hook."""
+    return HookResult(hook(state, GradBucket(bucket, place, is_last)), bucket)
 
 
 def check_hook(hook: Callable) -> None:

@@ -8,6 +8,7 @@ model on every rank), ``reducer`` and ``buckets`` (averaging during backward), `
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ddp_teach import arguments, uneven
 from ddp_teach.buckets import Bucket, bucket_caps
-from ddp_teach.comm_hook import check_hook
+from ddp_teach.comm_hook import check_hook, run_hook
 from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
 from ddp_teach.reducer import Reducer
 from ddp_teach.replicas import CHUNK_BYTES, BufferSync, broadcast_states, check_same_model
@@ -181,7 +182,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.reducer is not None:
             if self.reducer.comm_hook is not None:
                 raise RuntimeError("register_comm_hook can only be called once.")
-            self.reducer.comm_hook = (state, hook)
+            self.reducer.comm_hook = partial(run_hook, state, hook)
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ddp_teach import buckets, unused
-from ddp_teach.comm_hook import GradBucket, copy_result
+from ddp_teach import unused
+from ddp_teach.buckets import Bucket, assign_buckets
 from ddp_teach.complaints import BROKEN_OFF, Complaint
 from ddp_teach.passes import BackwardPasses
+from ddp_teach.special_buckets import make_bucket
 
 UNKNOWN = 1 << 30  # static graph, first backward: nobody knows yet how often a hook will fire
 
@@ -46,9 +47,9 @@ class Reducer(BackwardPasses):
         self.static = options.static_graph
         self.detect_unused = options.find_unused_parameters and not self.static
         self.skip_unused = options.skip_all_reduce_unused_params
-        self.make_bucket = partial(buckets.make_bucket, managed, options.gradient_as_bucket_view)
+        self.make_bucket = partial(make_bucket, managed, options.gradient_as_bucket_view)
         self.complaint = Complaint(dist.get_rank(group), names, self.params, self.is_running)
-        self.comm_hook: tuple[object, Callable] | None = None
+        self.comm_hook: Callable[[Bucket, int, bool], Any] | None = None  # see comm_hook.py
 
         n = len(managed)
         self.iterations = 0
@@ -56,12 +57,13 @@ class Reducer(BackwardPasses):
         self.lessons = [] if self.detect_unused else ["fires", "order"][not self.static :]
         self.order: list[int] = []  # in which gradients became ready
         self.fires = [UNKNOWN if self.static else 1] * n  # hook calls that one backward brings
-        self.kept = [False] * n  # gradients left by no_sync, which no all-reduce has averaged yet
+        self.unreached: list[int] = []  # parameters that a static graph does not use
+        self.given = [False] * n  # whether it got a gradient since its last average
         self.usage = unused.UsageCount(n, self.params[0].device, group)
         self.nodes = unused.accumulation_nodes(self.params) if self.detect_unused else []
 
         at_once = self.detect_unused or options.bucket_bytes_cap_list
-        assigned = buckets.assign_buckets(self.params, caps if at_once else None, self.sparse)
+        assigned = assign_buckets(self.params, caps if at_once else None, self.sparse)
         self._use_buckets(sorted(assigned, key=min, reverse=True))
         hooks = [self._gradient_hook(i) for i in range(n)]
         pairs = zip(self.params, hooks, strict=True)
@@ -76,7 +78,7 @@ class Reducer(BackwardPasses):
     def _use_buckets(self, assigned: Sequence[Sequence[int]]) -> None:
         self.buckets = [self.make_bucket(indices) for indices in assigned]  # in launch order
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
-        self.in_flight: list[buckets.Bucket] = []
+        self.in_flight: list[Bucket] = []
 
     def _expect_gradients(self) -> None:
         self.remaining = self.fires.copy()  # hook calls still to come, per parameter
@@ -91,8 +93,7 @@ class Reducer(BackwardPasses):
     def begin(self) -> None:
         """A synchronising backward pass begins: parameters that it will not reach are ready."""
         self._expect_gradients()
-        unreached = [i for i, n in enumerate(self.fires) if n == 0] if self.static else []
-        for i in unused.not_reached(self.nodes) if self.detect_unused else unreached:
+        for i in unused.not_reached(self.nodes) if self.detect_unused else self.unreached:
             self.skipped.add(i)
             self.remaining[i] = 0
             self.bucket_of[i].pending -= 1
@@ -100,8 +101,8 @@ class Reducer(BackwardPasses):
 
     def _gradient_hook(self, i: int) -> Callable[[Tensor], None]:
         def gradient_ready(_param: Tensor) -> None:
+            self.given[i] = True
             if self.task is None and not self.first_gradient():
-                self.kept[i] = True
                 return
             self.remaining[i] = remaining = self.remaining[i] - 1
             if remaining < 0:
@@ -127,10 +128,11 @@ class Reducer(BackwardPasses):
                 break
             self._launch(bucket)
 
-    def _launch(self, bucket: buckets.Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         """Start the bucket's all-reduce: the one place from which gradients are sent."""
         if self.comm_hook is not None:
             self._wait_for_hooks()
+        place = len(self.in_flight)
         self.in_flight.append(bucket)
         if self.skip_unused and self.skipped.issuperset(bucket.indices):
             return
@@ -140,16 +142,12 @@ class Reducer(BackwardPasses):
                 bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             else:
                 bucket.pack()
-                state, hook = self.comm_hook
-                place = len(self.in_flight) - 1
-                bucket.work = hook(state, GradBucket(bucket, place, place + 1 == len(self.buckets)))
+                bucket.work = self.comm_hook(bucket, place, place + 1 == len(self.buckets))
 
-    def _wait(self, bucket: buckets.Bucket) -> None:
+    def _wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
             self.waiting = bucket
-            result = bucket.work.wait()
-            if self.comm_hook is not None:
-                copy_result(result, bucket)
+            bucket.work.wait()
             bucket.work = None
 
     def _wait_for_hooks(self) -> None:
@@ -174,17 +172,17 @@ class Reducer(BackwardPasses):
         if self.task is None:
             self._expect_gradients()
         undefined = not taking_part and any(b.holds_gradients() for b in self.in_flight)
+        idle: Sequence[int] = range(len(self.params))
         try:
             for bucket in self.buckets[len(self.in_flight) :]:
                 self._launch(bucket if taking_part else bucket.without_gradients())
-            idle = self._find_idle() if taking_part else range(len(self.params))
+            if taking_part:
+                idle = self._find_idle()
             if self.comm_hook is not None:
                 self._wait_for_hooks()
-            counts = self.detect_unused or self.lessons[:1] == ["fires"]
-            count = self.usage.share(idle) if counts else None
+            if self.detect_unused or self.lessons[:1] == ["fires"]:
+                self.usage.share(idle)
             problem = self.check_model() if taking_part else None
-            if count is not None:
-                count.wait()
             with torch.no_grad():
                 self._write_back(idle, taking_part)
         finally:
@@ -193,7 +191,7 @@ class Reducer(BackwardPasses):
         if self.lessons:
             self._learn(self.lessons.pop(0), taking_part)
         if taking_part:
-            self.kept = [False] * len(self.params)
+            self.given = [False] * len(self.params)
             self.iterations += 1
             missing = [] if self.detect_unused else [i for i in idle if self.fires[i] > 0]
             self.complaint.speak(problem, self.late, missing, self.static)
@@ -202,33 +200,35 @@ class Reducer(BackwardPasses):
 
     def _find_idle(self) -> list[int]:
         """The parameters to which this rank gave nothing since they were last averaged."""
-        if not (self.skipped or any(self.remaining) or any(b.has_gaps for b in self.in_flight)):
+        if all(self.given) and not any(bucket.has_gaps for bucket in self.in_flight):
             return []
-        ready = [now < all_ for now, all_ in zip(self.remaining, self.fires, strict=True)]
-        used = [self.kept[i] or (ready[i] and i not in self.skipped) for i in range(len(ready))]
-        return [i for i, p in enumerate(self.params) if p.grad is None or not used[i]]
+        gave = zip(self.given, self.params, strict=True)
+        return [i for i, (given, p) in enumerate(gave) if not given or p.grad is None]
 
     def _write_back(self, idle: Sequence[int], taking_part: bool) -> None:
-        may_be_idle = self.detect_unused or self.static
-        leave = self.usage.used_nowhere() if idle and may_be_idle else set()
+        """Wait for every bucket and make its contents the gradients, except where no rank gave one:
+        a zero would move a parameter that an optimizer leaves alone while its gradient is None."""
+        counted = self.detect_unused or self.static
+        leave = self.usage.used_nowhere() if idle and counted else set()
         for bucket in self.in_flight:
             self._wait(bucket)
             if taking_part:
-                bucket.unpack(leave if may_be_idle or not idle else bucket.empty_among(idle))
+                bucket.unpack(leave if counted or not idle else bucket.empty_among(idle))
 
     def _learn(self, lesson: str, taking_part: bool) -> None:
         """``fires``: how often each hook fires in a static graph. ``order``: in which order the
         gradients of rank 0 became ready; new buckets are cut in that order."""
-        if lesson == "fires":
-            self.fires = [UNKNOWN - n for n in self.remaining] if taking_part else self.fires
-            return
-        order = dict.fromkeys([*self.order, *range(len(self.params))])
-        agreed = torch.tensor(list(order), device=self.params[0].device)
-        dist.broadcast(agreed, group=self.group, group_src=0)
-        order = agreed.tolist()
-        params, sparse = [self.params[i] for i in order], [self.sparse[i] for i in order]
-        assigned = buckets.assign_buckets(params, self.caps, sparse)
-        self._use_buckets([[order[k] for k in places] for places in assigned])
+        if lesson == "order":
+            order = dict.fromkeys([*self.order, *range(len(self.params))])
+            agreed = torch.tensor(list(order), device=self.params[0].device)
+            dist.broadcast(agreed, group=self.group, group_src=0)
+            order = agreed.tolist()
+            params, sparse = [self.params[i] for i in order], [self.sparse[i] for i in order]
+            assigned = assign_buckets(params, self.caps, sparse)
+            self._use_buckets([[order[k] for k in places] for places in assigned])
+        elif taking_part:
+            self.fires = [UNKNOWN - n for n in self.remaining]
+            self.unreached = [i for i, n in enumerate(self.fires) if n == 0]
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.counts  # torch's name; after backward, on how many ranks each was used

@@ -39,13 +39,13 @@ class UsageCount:
         self.group = group
         self.counts = torch.zeros(n, dtype=torch.int32, device=device)
 
-    def share(self, idle: Sequence[int]) -> dist.Work:
-        """Start counting over all ranks; this one used all parameters but those at ``idle``."""
+    def share(self, idle: Sequence[int]) -> None:
+        """Count over all ranks; this one used all parameters but those at ``idle``."""
         used = torch.ones(len(self.counts), dtype=torch.int32)
         used[list(idle)] = 0
         self.counts.copy_(used)
-        return dist.all_reduce(self.counts, group=self.group, async_op=True)
+        dist.all_reduce(self.counts, group=self.group)
 
     def used_nowhere(self) -> set[int]:
-        """Positions of the parameters that no rank used; wait for ``share`` first."""
+        """Positions of the parameters that no rank used."""
         return {i for i, count in enumerate(self.counts.tolist()) if count == 0}

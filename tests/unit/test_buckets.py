@@ -10,12 +10,11 @@ from torch import nn
 from ddp_teach.buckets import (
     MIB,
     Bucket,
-    GradientBucket,
-    SparseBucket,
     assign_buckets,
     bucket_caps,
     view_like,
 )
+from ddp_teach.special_buckets import GradientBucket, SparseBucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
