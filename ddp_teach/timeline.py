@@ -1,6 +1,5 @@
 """What a trace has recorded: a list of events, a list of collectives, and ways to show them."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,23 +89,14 @@ class Timeline:
                 ends = (j for j in rest if is_end(self.events[j], event))
                 yield i, next(ends, len(self.events) - 1)
 
-    def lanes(self) -> list[int]:
-        """For every collective the lane, from 0, in which it can be drawn without overlapping."""
-        lanes: list[int] = []
-        taken: list[float] = []  # for every lane, until when
-        for collective in self.collectives:
-            free = (i for i, until in enumerate(taken) if until <= collective.launched)
-            lane = next(free, len(taken))
-            taken[lane : lane + 1] = [collective.done or collective.launched]
-            lanes.append(lane)
-        return lanes
-
     def plot(self, by: str = "order") -> Picture:
         """A picture of this rank alone; see ``plot``."""
         return plot([self], by)
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write this rank's timeline to ``path``; see ``to_chrome_trace``."""
+        from ddp_teach.chrome_trace import to_chrome_trace
+
         to_chrome_trace([self], path)
 
     def __repr__(self) -> str:
@@ -120,6 +110,18 @@ class Timeline:
 
 def is_end(event: Event, of: Event) -> bool:
     return event.kind == LASTING[of.kind] and event.collective == of.collective
+
+
+def side_by_side(extents: Sequence[tuple[float, float]]) -> list[int]:
+    """For every (begin, end), in the order in which they begin, the lowest place, from 0, that is
+    free: what overlaps lies side by side."""
+    places: list[int] = []
+    taken: list[float] = []  # for every place, until when
+    for begin, end in extents:
+        place = next((p for p, until in enumerate(taken) if until <= begin), len(taken))
+        taken[place : place + 1] = [end]
+        places.append(place)
+    return places
 
 
 def plot(timelines: Sequence[Timeline], by: str = "order") -> Picture:
@@ -136,15 +138,6 @@ def plot(timelines: Sequence[Timeline], by: str = "order") -> Picture:
     return draw(timelines, by)
 
 
-def to_chrome_trace(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write ``timelines`` to ``path`` as JSON that Perfetto (ui.perfetto.dev) and Chrome open: a
-    process for each rank, in it a thread for what it computes and others for its collectives."""
-    timelines = check_timelines("to_chrome_trace", timelines)
-    zero = min((t.start for t in timelines), default=0.0)
-    entries = [entry for timeline in timelines for entry in chrome_entries(timeline, zero)]
-    Path(path).write_text(json.dumps({"traceEvents": entries}), encoding="utf-8")
-
-
 def check_timelines(caller: str, timelines: Any) -> list[Timeline]:
     """``timelines`` as a list; raises ``TypeError`` if it is anything else."""
     found = [timelines] if isinstance(timelines, Timeline) else timelines
@@ -152,30 +145,3 @@ def check_timelines(caller: str, timelines: Any) -> list[Timeline]:
         accepted = "a Timeline or a list of them, one for each rank"
         raise TypeError(f"{caller}: timelines must be {accepted}, got {short(timelines)}.")
     return list(found)
-
-
-def chrome_entries(timeline: Timeline, zero: float) -> Iterator[dict[str, Any]]:
-    """The entries of one rank; times count from ``zero``, in seconds since 1970."""
-
-    def entry(phase: str, name: str, start: float, thread: int, **more: Any) -> dict[str, Any]:
-        at = round((timeline.start - zero + start) * 1e6, 3)  # microseconds
-        return {"ph": phase, "name": name, "ts": at, "pid": timeline.rank, "tid": thread, **more}
-
-    def lasting(name: str, start: float, end: float, thread: int, **args: Any) -> dict[str, Any]:
-        return entry("X", name, start, thread, dur=round((end - start) * 1e6, 3), args=args)
-
-    yield entry("M", "process_name", 0, 0, args={"name": f"rank {timeline.rank}"})
-    yield entry("M", "thread_name", 0, 0, args={"name": "compute"})
-    for i, j in timeline.spans():
-        event, end = timeline.events[i], timeline.events[j].time
-        about = {} if event.collective is None else timeline.collectives[event.collective]
-        name = f"wait for {about.label}" if about else event.kind
-        yield lasting(name, event.time, end, 0)
-    for event in timeline.events:
-        if event.kind == "gradient":
-            yield entry("i", f"{event.name} is ready", event.time, 0, s="t")
-    for collective, lane in zip(timeline.collectives, timeline.lanes(), strict=True):
-        about = {"names": collective.names, "nbytes": collective.nbytes, "dtype": collective.dtype}
-        yield entry("M", "thread_name", 0, 1 + lane, args={"name": f"communication {1 + lane}"})
-        end = collective.launched if collective.done is None else collective.done
-        yield lasting(collective.label, collective.launched, end, 1 + lane, **about)

@@ -20,7 +20,7 @@ from ddp_teach.canvas import (
     text_width,
     tint,
 )
-from ddp_teach.timeline import LASTING, Timeline
+from ddp_teach.timeline import LASTING, Timeline, side_by_side
 from ddp_teach.timeline_text import MOST_ROWS, carrier_of, notes, numbers_of, rows_of, text_of
 
 TOP, ROW, GAP = 74, 15, 14  # points
@@ -118,7 +118,7 @@ def draw_ranks(timelines: Sequence[Timeline], by: str) -> Canvas:
     title = "in order of events" if by == "order" else "by time"
     canvas.text(MARGIN, 19, f"What happened, {title}, from top to bottom", 11, weight="bold")
     canvas.text(MARGIN, 35, ABOUT[by], 8.5, PALE)
-    if by == "time":
+    if by == "time" and scales:
         draw_clock(canvas, timelines, width)
     for k, scale in enumerate(scales):
         draw_rank(canvas, scale, left + each * k, each - GAP)
@@ -223,17 +223,6 @@ def draw_collectives(canvas: Canvas, scale: ByOrder | ByTime, x: float, width: f
         for j, words in enumerate(lines):
             if low - top >= ROW * (j + 1) - 3:
                 canvas.text(at + 4, top + ROW / 2 + 11 * j, words, SMALL)
-
-
-def side_by_side(extents: Sequence[tuple[float, float]]) -> list[int]:
-    """For every bar, from above to below, a place from 0 where it covers none before it."""
-    places: list[int] = []
-    taken: list[float] = []  # for every place, until where
-    for top, low in extents:
-        place = next((p for p, until in enumerate(taken) if until <= top), len(taken))
-        taken[place : place + 1] = [max(low, top + 1.5)]
-        places.append(place)
-    return places
 
 
 def fitting(choices: Sequence[str], width: float) -> str:

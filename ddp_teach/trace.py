@@ -24,11 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from ddp_teach.call import short
-from ddp_teach.timeline import Collective, Timeline, plot, to_chrome_trace
+from ddp_teach.chrome_trace import to_chrome_trace
+from ddp_teach.timeline import Collective, Timeline, plot
 
 __all__ = ["Timeline", "plot", "to_chrome_trace", "trace"]
 
@@ -107,8 +111,8 @@ class Recorder:
         # of the wrapped module, so that forward() called by name is seen as well
         until_closed(self.inner.register_forward_pre_hook(noting("forward")))
         until_closed(self.inner.register_forward_hook(noting("forward end"), always_call=True))
-        until_closed(optimizer.register_optimizer_step_pre_hook(noting("step")))
-        until_closed(optimizer.register_optimizer_step_post_hook(noting("step end")))
+        until_closed(register_optimizer_step_pre_hook(noting("step")))
+        until_closed(register_optimizer_step_post_hook(noting("step end")))
         # Before the gradient is stored, because the wrapper's own hooks run right after that and
         # may already send it. A node lives only as long as somebody holds it.
         self.nodes = {name: get_gradient_edge(p).node for name, p in self.params.items()}
