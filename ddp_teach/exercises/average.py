@@ -1,0 +1,42 @@
+"""Step average: the mean gradient is on every rank, once ``sync_gradients()`` has been called."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_teach.exercises import models
+from ddp_teach.exercises.explain import explain
+from ddp_teach.exercises.probe import Learner, Probe
+from ddp_teach.exercises.training import train
+
+
+def trained(name: str, build: Callable[[], nn.Module], **how: Any) -> Probe:
+    """A probe that trains ``build()`` and looks at every gradient in every iteration."""
+    return Probe(name, partial(train_on, build=build, **how), explain)
+
+
+def train_on(learner: Learner, build: Callable, data: Callable = models.data, **how: Any):
+    """The gradients of a few iterations, see ``train``."""
+    return train(learner, build, data, **how)
+
+
+def plain_sum(output: Tensor) -> Tensor:
+    """A loss that makes the gradient of a weight equal to its input."""
+    return output.sum()
+
+
+PROBES = [
+    trained(
+        *("one layer; every iteration another rank is late", models.weights),
+        **dict(data=models.whole_numbers, loss_of=plain_sum, late_ranks=True),
+    ),
+    trained("three layers", models.layers),
+    trained("tied weights", models.Tied, set_to_none=False),
+    trained("a frozen layer between two that learn", models.Frozen),
+    trained("parameters of several dtypes", models.Dtypes),
+    trained("batch norm and buffers", models.Buffers),
+    trained("two micro-batches per iteration", models.layers, micro_batches=2),
+    trained("gradients zeroed every second iteration", models.Tied, zero_every=2, iterations=4),
+]

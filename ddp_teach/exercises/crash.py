@@ -1,0 +1,79 @@
+"""A launch that did not end well, told as a finding: what was done, and whose line it was."""
+
+import re
+from typing import TYPE_CHECKING
+
+from ddp_teach.exercises.probe import Finding
+from ddp_teach.failures import LaunchError, LaunchTimeout, readers, short_name, stack
+
+if TYPE_CHECKING:
+    from ddp_teach.exercises.engine import Journal
+
+CRASHED_IN = re.compile(r'File "(.+?)", line (\d+) in (\S+)')  # as faulthandler writes it
+SAME_ORDER = "Every rank must start the same collectives, of the same sizes, in the same order."
+
+
+def finding_of(error: LaunchError, journals: list["Journal"]) -> Finding:
+    """What ended the launch."""
+    if isinstance(error, LaunchTimeout):
+        return hang(error, journals)
+    journal = journals[error.rank]
+    if " raised " in str(error).splitlines()[0]:
+        return exception(error, journal)
+    what = f"{str(error).splitlines()[0]} in {journal.doing}."
+    frames = [(file, int(line), name) for file, line, name in CRASHED_IN.findall(error.traceback)]
+    lines = stack(readers(frames)[:1], short_name).splitlines()
+    return Finding(f"{what} {difference(journals) or journal.advice}".strip(), lines=tuple(lines))
+
+
+def exception(error: LaunchError, journal: "Journal") -> Finding:
+    """The exception, and the learner's own line that led to it."""
+    message, *frames = str(error).splitlines()
+    raised = message.partition(" raised ")[2].rstrip(".")
+    frames = [line for line in frames if line.startswith("  ")]
+    hint = f"{journal.doing} raised {raised}, on rank {error.rank}. {journal.advice}".strip()
+    return Finding(hint, lines=tuple(frames[-2:]))
+
+
+def hang(error: LaunchTimeout, journals: list["Journal"]) -> Finding:
+    """Where every rank stands, and what it waits for."""
+    first, *rest = str(error).splitlines()
+    limit = first.partition(" within ")[2]
+    lines, at_the_end = [], []
+    for line in rest:
+        if line.startswith("rank "):
+            rank, ours = int(line.split()[1]), line.endswith(" waits for the other ranks")
+            ours = ours or line.endswith(" has returned")
+            at_the_end += [rank] if ours else []
+            lines.append(
+                f"rank {rank} is through" if ours else line.replace(" is running", " stands at")
+            )
+        elif not ours:
+            lines.append(line)
+    stuck = [rank for rank in range(len(journals)) if rank not in at_the_end] or [0]
+    journal = journals[stuck[0]]
+    why = difference(journals) or missing(journals) or journal.advice
+    why = why or "No collective is missing: it waits for something else, or never leaves a loop."
+    hint = f"{journal.doing} does not come to an end on rank {stuck[0]} (stopped after {limit})"
+    return Finding(f"{hint}. {why}", lines=tuple(lines))
+
+
+def difference(journals: list["Journal"]) -> str:
+    """The first collective that is not the same on all ranks; empty if there is none."""
+    for number, calls in enumerate(zip(*(j.started for j in journals), strict=False), 1):
+        if len(set(calls)) > 1:
+            each = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(calls))
+            return f"Collective number {number} is {each}. {SAME_ORDER}"
+    return ""
+
+
+def missing(journals: list["Journal"]) -> str:
+    """The first collective that some ranks never start; empty if there is none."""
+    most = max(journals, key=lambda journal: len(journal.started))
+    least = min(journals, key=lambda journal: len(journal.started))
+    if len(most.started) == len(least.started):
+        return ""
+    number, rank, other = len(least.started), journals.index(most), journals.index(least)
+    call = most.started[number]
+    what = f"Rank {rank} waits for rank {other} in collective number {number + 1}, {call}"
+    return f"{what}, which rank {other} never starts. {SAME_ORDER}"

@@ -1,0 +1,139 @@
+"""Run probes of a learner's class on real ranks; a crash or a hang becomes a finding like any other.
+
+Three things may end a launch before its probes are through: the learner's code raises, it waits
+for something that never comes, or C++ gives up and takes the process along. What a rank was doing
+then, and which collectives it had started, stands in its journal: lines that it has printed, which
+``launch`` hands over even from a rank that is gone.
+"""
+
+import contextlib
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_teach.exercises.crash import finding_of
+from ddp_teach.exercises.probe import JOURNAL, Collectives, Finding, Learner, Probe, write_journal
+from ddp_teach.launch import LaunchError, launch
+
+TIME_LIMIT = 4.0  # seconds for all probes of a launch; they take less than one
+LINE = re.compile(r"^\[rank (\d+)\] ?(.*)$")
+
+
+@dataclass
+class Journal:
+    """What one rank said: in which probe it is, what it does in it, the collectives started."""
+
+    probe: int = 0
+    doing: str = "starting"
+    advice: str = ""
+    started: list[str] = field(default_factory=list)
+    printed: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))  # by probe
+
+    def read(self, entry: dict[str, Any]) -> None:
+        if "probe" in entry:
+            self.probe, self.started = entry["probe"], []
+        elif "started" in entry:
+            self.started.append(entry["started"])
+        else:
+            self.doing, self.advice = entry["doing"], entry["advice"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """The probe that failed, on how many ranks, what was found, and what the learner's own code
+    printed in it, by rank."""
+
+    probe: Probe
+    world_size: int
+    findings: list[Finding]
+    printed: list[list[str]]
+
+
+def find_mistake(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> Mistake | None:
+    """The first of ``probes`` that the class fails, on 2 or on 3 ranks; ``None`` if it passes."""
+    mistake = None
+    for world_size in (2, 3):
+        found = try_on(world_size, cls, step, probes)
+        if found:  # from here on only an earlier one counts
+            mistake, probes = found, probes[: probes.index(found.probe)]
+    return mistake
+
+
+def try_on(
+    world_size: int, cls: type[nn.Module], step: str, probes: Sequence[Probe]
+) -> Mistake | None:
+    """The first of ``probes`` that the class fails on so many ranks."""
+    chosen = [probe for probe in probes if world_size in probe.world_sizes]
+    if not chosen:
+        return None
+    text = io.StringIO()
+    error, failed, findings = None, None, []
+    try:
+        with contextlib.redirect_stdout(text):
+            results = launch(run_all, cls, step, chosen, nprocs=world_size, timeout=TIME_LIMIT)
+    except LaunchError as caught:
+        error = caught
+    journals = read_journals(text.getvalue(), world_size)
+    if error is not None:
+        failed = max(journal.probe for journal in journals)
+        # What the probes before had seen is gone with the ranks. A mistake there is the cause.
+        if earlier := try_on(world_size, cls, step, chosen[:failed]):
+            return earlier
+        findings = [finding_of(error, journals)]
+    else:
+        for failed, evidence in enumerate(zip(*results, strict=True)):
+            findings = list(chosen[failed].diagnose(list(evidence)))
+            if findings:
+                break
+    printed = [journal.printed[failed] for journal in journals]
+    return Mistake(chosen[failed], world_size, findings, printed) if findings else None
+
+
+def run_all(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> list[Any]:
+    """In a rank: the evidence of every probe."""
+    others, evidence = Others(), []
+    for number, probe in enumerate(probes):
+        write_journal({"probe": number})
+        learner = Learner(cls, step)
+        with Collectives(learner):
+            evidence.append(probe.run(learner))
+        others.wait()
+    return evidence
+
+
+class Others:
+    """The other ranks, in a process group of its own: a collective that the learner's code has
+    left behind can't meet ours there."""
+
+    def __init__(self):
+        self.group = dist.new_group()
+
+    def wait(self) -> None:
+        """Return when all ranks have come here, so that probes don't meet."""
+        dist.barrier(group=self.group)
+
+    def waits_for(self) -> str:
+        """What ``launch`` tells of a rank that stands here."""
+        return "the other ranks"
+
+
+def read_journals(text: str, world_size: int) -> list[Journal]:
+    """Every rank's journal, from all that they have printed."""
+    journals = [Journal() for _ in range(world_size)]
+    for line in text.split("\n"):
+        if not (parts := LINE.match(line)):
+            continue
+        journal = journals[int(parts[1])]
+        said, mark, entry = parts[2].partition(JOURNAL)
+        if mark:
+            journal.read(json.loads(entry))
+        elif said:
+            journal.printed[journal.probe].append(said)
+    return journals

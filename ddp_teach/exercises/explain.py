@@ -1,0 +1,265 @@
+"""Hints about gradients: from what they were made of to the mistake that makes them so."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ddp_teach.exercises.mixture import Mixture, close, expected_gradients, mixture_of
+from ddp_teach.exercises.probe import Finding, ranks_text
+from ddp_teach.exercises.training import Step
+
+MOST_NAMES = 3
+
+
+def explain(evidence: Sequence[Sequence[Step]]) -> Iterator[Finding]:
+    """What is wrong with the gradients of ``evidence[rank][iteration]``: the first iteration in
+    which anything is, one finding for every kind of mistake in it."""
+    iterations = list(zip(*evidence, strict=True))
+    for number, steps in enumerate(iterations):
+        changed = sorted({name for step in steps for name in step.changed})
+        if changed:
+            yield Finding(
+                f"Synchronising has changed the parameters themselves ({some(changed)}). Average "
+                "their .grad and leave their values alone: the optimizer changes those."
+            )
+            return
+        expected = expected_gradients(steps)
+        wrong = [name for name in expected if wrong_ranks(name, steps, expected[name])]
+        if wrong:
+            yield from explain_iteration(number, iterations, wrong)
+            return
+
+
+def explain_iteration(
+    number: int, iterations: Sequence[Sequence[Step]], wrong: list[str]
+) -> Iterator[Finding]:
+    steps = iterations[number]
+    expected = expected_gradients(steps)
+    all_names = [name for name, gradient in expected.items() if gradient is not None]
+    groups: dict[str, list[str]] = {}
+    for name in wrong:
+        groups.setdefault(verdict(name, number, iterations), []).append(name)
+    for text, names in groups.items():
+        subject = "gradients" if names == all_names else f"gradients of {some(names)}"
+        since = f", in iteration {number + 1} but not before" if number else ""
+        got = [step.after[names[0]] for step in steps]
+        place = first_difference(expected[names[0]], got)
+        where = f"gradient of {names[0]}{place_text(place)} in iteration {number + 1}"
+        yield Finding(
+            f"{subject} {text.replace('@', since, 1)}",
+            where,
+            tuple(number_text(expected[names[0]], place) for _ in steps),
+            tuple(number_text(gradient, place) for gradient in got),
+        )
+
+
+def wrong_ranks(name: str, steps: Sequence[Step], expected: Tensor | None) -> list[int]:
+    """The ranks on which the gradient is not the expected one."""
+    return [rank for rank, step in enumerate(steps) if not right(step.after[name], expected)]
+
+
+def right(got: Tensor | None, expected: Tensor | None) -> bool:
+    if got is None or expected is None:
+        return got is None and expected is None
+    return got.dtype == expected.dtype and close(got, expected)
+
+
+def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str:
+    """What is wrong with one parameter's gradients, as a sentence that goes on after the word
+    "gradients"; ``@`` stands where the iteration may be told."""
+    steps = iterations[number]
+    expected = expected_gradients(steps)[name]
+    ranks = wrong_ranks(name, steps, expected)
+    on = ranks_text(ranks, len(steps))
+    got = [steps[rank].after[name] for rank in ranks]
+    if expected is None:
+        return f"should be None on {on}@: the parameter is frozen, leave it as it is."
+    if any(gradient is None for gradient in got):
+        return f"are None on {on}@, though backward has made some."
+    if not all(gradient.isfinite().all() for gradient in got):
+        return f"are not finite on {on}@: something overflowed, or memory was read unset."
+    if any(gradient.dtype != expected.dtype for gradient in got):
+        return f"have become {got[0].dtype} on {on}@; the parameter is {expected.dtype}."
+    if not any(gradient.any() for gradient in got):
+        return f"are all zero on {on}@."
+    last = iterations[number - 1] if number else None
+    mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
+    if too_early(name, iterations):
+        return (
+            f"are read before they are there@: ranks that wait for a slower one end with "
+            "numbers that were not reduced yet. Call wait() on every all-reduce first."
+        )
+    if all(close(gradient, expected, 2e-2) for gradient in got):
+        return f"are right to about two digits only on {on}@: they were sent in a smaller dtype."
+    if any(mixture is None for mixture in mixtures.values()):
+        return f"are wrong on {on}@, and no plain sum of the ranks' gradients either."
+    return of_mixtures(name, mixtures, steps, on)
+
+
+def too_early(name: str, iterations: Sequence[Sequence[Step]]) -> bool:
+    """Whether it is always the ranks that have to wait for a late one that are wrong, and they
+    hold what they had themselves; the late rank finds the others' gradients there already."""
+    if any(steps[0].late is None for steps in iterations):
+        return False
+    late_is_local = []
+    for number, steps in enumerate(iterations):
+        last = iterations[number - 1] if number else None
+        owns = [own_weight(name, rank, steps, last) for rank in range(len(steps))]
+        late = steps[0].late
+        if any(own is None for rank, own in enumerate(owns) if rank != late):
+            return False
+        late_is_local.append(owns[late] is not None)
+    return not all(late_is_local)
+
+
+def own_weight(
+    name: str, rank: int, steps: Sequence[Step], last: Sequence[Step] | None
+) -> float | None:
+    """The weight of the rank's own gradient, where there is nothing else in it."""
+    mixture = mixture_of(name, rank, steps, last)
+    only_own = mixture and list(mixture.weights) == [("local", rank, name)]
+    return mixture.weights["local", rank, name] if only_own else None
+
+
+def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], on: str) -> str:
+    """The verdict where it is known for every wrong rank what its gradient is made of."""
+    size = len(steps)
+    others = [mixture.others(name) for mixture in mixtures.values()]
+    rows = {rank: mixture.of_ranks(name, size) for rank, mixture in mixtures.items()}
+    if any(others):
+        return of_others(name, others, rows, on)
+    if all(max(row) - min(row) < 2e-3 * max(map(abs, row)) for row in rows.values()):
+        ratios = {round(sum(row), 2) for row in rows.values()}
+        if len(ratios) == 1:
+            return ratio_text(ratios.pop(), size, on)
+    own = {round(row[rank], 3) for rank, row in rows.items()}
+    only_own = all(sum(map(abs, row)) == abs(row[rank]) for rank, row in rows.items())
+    if only_own and len(own) == 1:
+        return own_text(own.pop(), list(rows), size, on)
+    sources = {tuple(row) for row in rows.values()}
+    if len(sources) == 1 and sorted(row := sources.pop())[-2:] == [0.0, 1.0]:
+        source = row.index(1.0)
+        return (
+            f"are those of rank {source} on {on}@: copied from one rank, not averaged over "
+            "all. Every rank's data counts: use an all-reduce."
+        )
+    return f"are {mixed(rows)}@; the mean is {1 / size:.3g} of every rank."
+
+
+def ratio_text(ratio: float, size: int, on: str) -> str:
+    """For a gradient that is ``ratio`` times the mean."""
+    if ratio == 0:
+        return f"are all zero on {on}@."
+    if ratio < 0:
+        return f"have the wrong sign on {on}@: {ratio:g} times the mean."
+    what = (
+        f"are {ratio:.1f} times too large" if ratio > 1 else f"are {1 / ratio:.1f} times too small"
+    )
+    divisor = size / ratio
+    if abs(ratio - size) < 0.02:
+        why = "summed, not averaged. Divide by the world size."
+    elif abs(divisor - size * size) < 0.05 * size:
+        why = f"divided by the world size twice, by {size} and by {size} again."
+    elif abs(ratio - size * size) < 0.05 * size:
+        why = "summed twice, and never divided by the world size."
+    elif abs(divisor - round(divisor)) < 0.02 * divisor:
+        why = (
+            f"the sum was divided by {round(divisor)}, but there are {size} ranks. "
+            "dist.get_world_size() tells how many."
+        )
+    else:
+        why = f"the sum was divided by {divisor:.3g}, but there are {size} ranks."
+    return f"{what} on {on}@: {why}"
+
+
+def own_text(weight: float, ranks: list[int], size: int, on: str) -> str:
+    """For a gradient that holds ``weight`` times the rank's own and nothing of the others'."""
+    if len(ranks) < size:
+        rest = ranks_text([rank for rank in range(size) if rank not in ranks], size)
+        return (
+            f"are the mean on {rest} only@; {on} still holds its own local gradient. All ranks "
+            "need the result: an all-reduce gives it to all."
+        )
+    if weight == 1:
+        return (
+            f"are still the local ones on {on}@: they were not averaged, or the average did "
+            "not get into .grad."
+        )
+    return (
+        f"are {weight:.3g} times the local ones on {on}@: divided, but never added up over the "
+        "ranks, or the sum did not get into .grad."
+    )
+
+
+def of_others(name: str, others: list[dict], rows: dict[int, list[float]], on: str) -> str:
+    """For a gradient in which there is something that does not belong there."""
+    kinds = {part[0] for parts in others for part in parts}
+    if kinds == {"last"}:
+        old = (
+            "still those of the iteration before"
+            if not any(map(any, rows.values()))
+            else ("mixed with those of the iteration before")
+        )
+        return f"are {old} on {on}@: something is kept from one backward to the next."
+    if kinds == {"before"}:
+        return (
+            f"count what stood in .grad before backward {next(iter(others[0].values())):.3g} "
+            f"times on {on}@. Once is right, as without a wrapper."
+        )
+    foreign = sorted({part[2] for parts in others for part in parts if part[0] == "local"})
+    if foreign:
+        return (
+            f"are mixed up with those of {some(foreign)} on {on}@: values went to the wrong "
+            "place, or the ranks sent them in different orders."
+        )
+    return f"contain something that does not belong there on {on}@."
+
+
+def mixed(rows: dict[int, list[float]]) -> str:
+    """ "1 of rank 0 + 0.5 of rank 1 on rank 0"."""
+    texts = []
+    for rank, row in rows.items():
+        parts = [f"{weight:.3g} of rank {other}'s" for other, weight in enumerate(row) if weight]
+        texts.append(f"{' + '.join(parts)} on rank {rank}")
+    return " and ".join(texts)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    rest = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def first_difference(expected: Tensor | None, got: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Where to look: the first place at which a rank's gradient is clearly not the expected one."""
+    if expected is None or not expected.numel():
+        return ()
+    flat = expected.flatten()
+    for gradient in got:
+        if gradient is not None and gradient.shape == expected.shape:
+            off = (gradient.flatten() - flat).abs()
+            if off.max() > 0:
+                place = int((off > off.max() / 4).nonzero()[0])
+                return tuple(int(i) for i in _unravel(place, expected.shape))
+    return (0,) * expected.dim()
+
+
+def _unravel(place: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        index.insert(0, place % size)
+        place //= size
+    return index
+
+
+def place_text(place: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, place))}]" if place else ""
+
+
+def number_text(gradient: Tensor | None, place: tuple[int, ...]) -> str:
+    """One number of a gradient, with four digits."""
+    if gradient is None:
+        return "None"
+    if gradient.dim() != len(place) or not gradient.numel():
+        return f"shape {list(gradient.shape)}"
+    return f"{gradient[place].item():.4g}"
