@@ -24,7 +24,7 @@ from ddp_teach.buckets import Bucket, bucket_caps
 from ddp_teach.comm_hook import check_hook, run_hook
 from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
 from ddp_teach.reducer import Reducer
-from ddp_teach.replicas import CHUNK_BYTES, BufferSync, broadcast_states, check_same_model
+from ddp_teach.replicas import BufferSync, broadcast_states, check_same_model
 from ddp_teach.torch_names import TorchNames
 
 
@@ -58,7 +58,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy, self.broadcast_bucket_size = batched_grad_copy, CHUNK_BYTES
+        self.batched_grad_copy = batched_grad_copy
         self.bucket_caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap_list = self.bucket_caps if bucket_cap_mb_list else []
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -166,7 +166,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 yield
         finally:
             Joinable.__init__(self)  # outside of this context no step is announced
-            self.reducer.divisor = dist.get_world_size(self.process_group)
+            self.reducer.queue.divisor = dist.get_world_size(self.process_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank that is done does for the others; torch's ``Join`` calls it."""
@@ -180,14 +180,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         ``torch.futures.Future`` of the new contents. Can be called once."""
         check_hook(hook)
         if self.reducer is not None:
-            if self.reducer.comm_hook is not None:
+            if self.reducer.queue.comm_hook is not None:
                 raise RuntimeError("register_comm_hook can only be called once.")
-            self.reducer.comm_hook = partial(run_hook, state, hook)
+            self.reducer.queue.comm_hook = partial(run_hook, state, hook)
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets in launch order; they change once, after the first backward pass."""
-        return [] if self.reducer is None else self.reducer.buckets
+        return [] if self.reducer is None else self.reducer.queue.buckets
 
     def extra_repr(self) -> str:
         if self.process_group is None:

@@ -12,19 +12,17 @@ After torch's ``csrc/distributed/c10d/reducer.cpp`` and "PyTorch Distributed", L
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_rank
 
 from ddp_teach import unused
-from ddp_teach.buckets import Bucket, assign_buckets
+from ddp_teach.bucket_order import BucketOrder
+from ddp_teach.bucket_queue import BucketQueue
 from ddp_teach.complaints import BROKEN_OFF, Complaint
 from ddp_teach.passes import BackwardPasses
-from ddp_teach.special_buckets import make_bucket
 
 UNKNOWN = 1 << 30  # static graph, first backward: nobody knows yet how often a hook will fire
 
@@ -41,15 +39,11 @@ class Reducer(BackwardPasses):
         self, managed: Sequence, group: ProcessGroup, caps: list[int], options: Any, watch: Callable
     ):
         super().__init__()
-        names, self.params, self.sparse = zip(*managed, strict=True)
-        self.group, self.caps, self.check_model = group, caps, watch
-        self.divisor, self.reciprocal = dist.get_world_size(group), not options.batched_grad_copy
-        self.static = options.static_graph
+        names, self.params, _ = zip(*managed, strict=True)
+        self.static, self.check_model = options.static_graph, watch
         self.detect_unused = options.find_unused_parameters and not self.static
         self.skip_unused = options.skip_all_reduce_unused_params
-        self.make_bucket = partial(make_bucket, managed, options.gradient_as_bucket_view)
-        self.complaint = Complaint(dist.get_rank(group), names, self.params, self.is_running)
-        self.comm_hook: Callable[[Bucket, int, bool], Any] | None = None  # see comm_hook.py
+        self.complaint = Complaint(get_rank(group), names, self.params, self.is_running)
 
         n = len(managed)
         self.iterations = 0
@@ -62,9 +56,10 @@ class Reducer(BackwardPasses):
         self.usage = unused.UsageCount(n, self.params[0].device, group)
         self.nodes = unused.accumulation_nodes(self.params) if self.detect_unused else []
 
-        at_once = self.detect_unused or options.bucket_bytes_cap_list
-        assigned = assign_buckets(self.params, caps if at_once else None, self.sparse)
-        self._use_buckets(sorted(assigned, key=min, reverse=True))
+        self.bucket_order = BucketOrder(managed, group, caps, options.gradient_as_bucket_view)
+        self.queue = BucketQueue(group, reciprocal=not options.batched_grad_copy)
+        cut = self.detect_unused or bool(options.bucket_bytes_cap_list)
+        self.queue.use(self.bucket_order.first(cut))
         hooks = [self._gradient_hook(i) for i in range(n)]
         pairs = zip(self.params, hooks, strict=True)
         self.handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
@@ -75,19 +70,6 @@ class Reducer(BackwardPasses):
             handle.remove()
         self.complaint.close()
 
-    def _use_buckets(self, assigned: Sequence[Sequence[int]]) -> None:
-        self.buckets = [self.make_bucket(indices) for indices in assigned]  # in launch order
-        self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.indices}
-        self.in_flight: list[Bucket] = []
-
-    def _expect_gradients(self) -> None:
-        self.remaining = self.fires.copy()  # hook calls still to come, per parameter
-        self.skipped: set[int] = set()  # parameters that this backward pass will not reach
-        self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
-        self.in_flight = []
-        for bucket in self.buckets:
-            bucket.expect()
-
     # A synchronising backward pass, from the first gradient to the last.
 
     def begin(self) -> None:
@@ -96,8 +78,16 @@ class Reducer(BackwardPasses):
         for i in unused.not_reached(self.nodes) if self.detect_unused else self.unreached:
             self.skipped.add(i)
             self.remaining[i] = 0
-            self.bucket_of[i].pending -= 1
-        self._launch_full_buckets()
+            self.queue.bucket_of[i].pending -= 1
+        if self.skip_unused:
+            self.queue.unsent = self.skipped
+        self.queue.launch_full()
+
+    def _expect_gradients(self) -> None:
+        self.remaining = self.fires.copy()  # hook calls still to come, per parameter
+        self.skipped: set[int] = set()  # parameters that this backward pass will not reach
+        self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
+        self.queue.expect()
 
     def _gradient_hook(self, i: int) -> Callable[[Tensor], None]:
         def gradient_ready(_param: Tensor) -> None:
@@ -110,56 +100,17 @@ class Reducer(BackwardPasses):
             elif remaining == 0:
                 if self.lessons:
                     self.order.append(i)
-                bucket = self.bucket_of[i]
+                bucket = self.queue.bucket_of[i]
                 bucket.pending -= 1
                 if bucket.pending == 0:
-                    self._launch_full_buckets()
+                    self.queue.launch_full()
 
         return gradient_ready
 
     def _gradient_again(self, i: int) -> None:
-        if self.static or self.bucket_of[i] in self.in_flight:
+        if self.static or self.queue.bucket_of[i] in self.queue.in_flight:
             self.late.append(i)
         self.skipped.discard(i)
-
-    def _launch_full_buckets(self) -> None:
-        for bucket in self.buckets[len(self.in_flight) :]:
-            if bucket.pending > 0:
-                break
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        """Start the bucket's all-reduce: the one place from which gradients are sent."""
-        if self.comm_hook is not None:
-            self._wait_for_hooks()
-        place = len(self.in_flight)
-        self.in_flight.append(bucket)
-        if self.skip_unused and self.skipped.issuperset(bucket.indices):
-            return
-        with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
-            if self.comm_hook is None:
-                bucket.pack(self.divisor, self.reciprocal)
-                bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
-            else:
-                bucket.pack()
-                bucket.work = self.comm_hook(bucket, place, place + 1 == len(self.buckets))
-
-    def _wait(self, bucket: Bucket) -> None:
-        if bucket.work is not None:
-            self.waiting = bucket
-            bucket.work.wait()
-            bucket.work = None
-
-    def _wait_for_hooks(self) -> None:
-        # A hook may start a second collective when its first is done, in a thread of its own:
-        # before that, no other may start here, or it would come in another order on another rank.
-        for bucket in self.in_flight:
-            self._wait(bucket)
-
-    def waits_for(self) -> str:
-        """The bucket that this rank waits for; a launch past its timeout says so."""
-        place = self.buckets.index(self.waiting) + 1 if self.waiting in self.buckets else "?"
-        return f"bucket {place} of {len(self.buckets)} ({', '.join(self.waiting.names)})"
 
     # The end of a synchronising backward pass.
 
@@ -171,15 +122,10 @@ class Reducer(BackwardPasses):
         """
         if self.task is None:
             self._expect_gradients()
-        undefined = not taking_part and any(b.holds_gradients() for b in self.in_flight)
-        idle: Sequence[int] = range(len(self.params))
+        undefined = not taking_part and any(b.holds_gradients() for b in self.queue.in_flight)
         try:
-            for bucket in self.buckets[len(self.in_flight) :]:
-                self._launch(bucket if taking_part else bucket.without_gradients())
-            if taking_part:
-                idle = self._find_idle()
-            if self.comm_hook is not None:
-                self._wait_for_hooks()
+            self.queue.launch_rest(zeros=not taking_part)
+            idle = self._find_idle() if taking_part else range(len(self.params))
             if self.detect_unused or self.lessons[:1] == ["fires"]:
                 self.usage.share(idle)
             problem = self.check_model() if taking_part else None
@@ -198,10 +144,10 @@ class Reducer(BackwardPasses):
         elif undefined:
             self.complaint.raise_now(BROKEN_OFF)
 
-    def _find_idle(self) -> list[int]:
+    def _find_idle(self) -> Sequence[int]:
         """The parameters to which this rank gave nothing since they were last averaged."""
-        if all(self.given) and not any(bucket.has_gaps for bucket in self.in_flight):
-            return []
+        if all(self.given) and not any(bucket.has_gaps for bucket in self.queue.in_flight):
+            return ()
         gave = zip(self.given, self.params, strict=True)
         return [i for i, (given, p) in enumerate(gave) if not given or p.grad is None]
 
@@ -210,8 +156,8 @@ class Reducer(BackwardPasses):
         a zero would move a parameter that an optimizer leaves alone while its gradient is None."""
         counted = self.detect_unused or self.static
         leave = self.usage.used_nowhere() if idle and counted else set()
-        for bucket in self.in_flight:
-            self._wait(bucket)
+        for bucket in self.queue.in_flight:
+            self.queue.wait(bucket)
             if taking_part:
                 bucket.unpack(leave if counted or not idle else bucket.empty_among(idle))
 
@@ -219,13 +165,7 @@ class Reducer(BackwardPasses):
         """``fires``: how often each hook fires in a static graph. ``order``: in which order the
         gradients of rank 0 became ready; new buckets are cut in that order."""
         if lesson == "order":
-            order = dict.fromkeys([*self.order, *range(len(self.params))])
-            agreed = torch.tensor(list(order), device=self.params[0].device)
-            dist.broadcast(agreed, group=self.group, group_src=0)
-            order = agreed.tolist()
-            params, sparse = [self.params[i] for i in order], [self.sparse[i] for i in order]
-            assigned = assign_buckets(params, self.caps, sparse)
-            self._use_buckets([[order[k] for k in places] for places in assigned])
+            self.queue.use(self.bucket_order.learned(self.order))
         elif taking_part:
             self.fires = [UNKNOWN - n for n in self.remaining]
             self.unreached = [i for i, n in enumerate(self.fires) if n == 0]

@@ -1,20 +1,10 @@
 """Buckets of two special kinds: one whose views are the gradients, one for a sparse gradient."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
 from ddp_teach.buckets import Bucket, divide_parts
-
-
-def make_bucket(
-    managed: Sequence[tuple[str, Tensor, bool]], as_view: bool, indices: Sequence[int]
-) -> Bucket:
-    """The right kind of bucket for some of ``managed`` (name, parameter, has sparse gradient)."""
-    names, params, sparse = zip(*(managed[i] for i in indices), strict=True)
-    kind = SparseBucket if any(sparse) else GradientBucket if as_view else Bucket
-    return kind(indices, params, names)
 
 
 class GradientBucket(Bucket):

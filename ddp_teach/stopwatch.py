@@ -57,13 +57,8 @@ def measure_workload(name: str, rounds: int) -> dict[str, Any]:
         "steps_per_turn": per_turn,
         "parameters": flat.numel(),
         "gradient_bytes": sum(p.grad.nbytes for p in models["ours"].parameters()),
-        "bucket_bytes": sum(b.flat.untyped_storage().nbytes() for b in bucket_list(models["ours"])),
+        "bucket_bytes": sum(b.flat.untyped_storage().nbytes() for b in models["ours"].buckets),
     }
-
-
-def bucket_list(model: DistributedDataParallel) -> list:
-    """The buckets of a wrapper; none in a world without a process group."""
-    return model.reducer.buckets if model.reducer else []
 
 
 def step_of(model: nn.Module, x: Tensor) -> Callable[[], None]:

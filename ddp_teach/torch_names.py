@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_teach.arguments import find_process_group
+from ddp_teach.replicas import CHUNK_BYTES
 
 
 class TorchNames:
     """Copies, and methods of torch's class that are private by name and public by use."""
 
     broadcast_buffers = property(lambda self: self.forward_sync_buffers, doc="The older name.")
+    broadcast_bucket_size = CHUNK_BYTES
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -43,7 +43,7 @@ def announce(wrapper: nn.Module) -> None:
     if work is not None:
         active = work.get_future().wait()[0]
         if not wrapper.divide_by_initial_world_size:
-            wrapper.reducer.divisor = int(active.item())
+            wrapper.reducer.queue.divisor = int(active.item())
 
 
 def highest(wrapper: nn.Module, number: int) -> int:

@@ -1,0 +1,86 @@
+"""Sends buckets over the network: in one fixed order, each as soon as it is full.
+
+The order must be the same on every rank, because a collective has no name: the third all-reduce of
+one rank meets the third all-reduce of another, whatever is in it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_teach.buckets import Bucket
+
+
+class BucketQueue:
+    """The buckets in launch order, and which of them the current backward pass has launched.
+
+    A bucket is divided by ``divisor`` before ranks add theirs up: by multiplying with the
+    reciprocal or (``reciprocal=False``) by a division, which rounds in another way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reciprocal: bool):
+        self.group, self.reciprocal = group, reciprocal
+        self.divisor = dist.get_world_size(group)
+        self.comm_hook: Callable[[Bucket, int, bool], Any] | None = None  # see comm_hook.py
+        self.use([])
+
+    def use(self, buckets: list[Bucket]) -> None:
+        """From now on send these buckets."""
+        self.buckets, self.in_flight = buckets, []
+        self.bucket_of = {i: bucket for bucket in buckets for i in bucket.indices}
+
+    def expect(self) -> None:
+        """A backward pass begins: no bucket is full, none has been launched."""
+        self.in_flight: list[Bucket] = []
+        self.unsent: set[int] = set()  # parameters that need not travel in this pass
+        for bucket in self.buckets:
+            bucket.expect()
+
+    def launch_full(self) -> None:
+        """Launch the buckets whose turn it is, up to the first that is not full."""
+        for bucket in self.buckets[len(self.in_flight) :]:
+            if bucket.pending > 0:
+                break
+            self._launch(bucket)
+
+    def launch_rest(self, zeros: bool) -> None:
+        """Launch all buckets that are left, full or not; with ``zeros`` instead of gradients."""
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self._launch(bucket.without_gradients() if zeros else bucket)
+        if self.comm_hook is not None:
+            self._wait_for_all()
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.comm_hook is not None:
+            # A hook may start a second collective when its first is done, in a thread of its own:
+            # no other may start before that, or it would come in another order on another rank.
+            self._wait_for_all()
+        place = len(self.in_flight)
+        self.in_flight.append(bucket)
+        if self.unsent.issuperset(bucket.indices):
+            return
+        with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
+            if self.comm_hook is None:
+                bucket.pack(self.divisor, self.reciprocal)
+                bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            else:
+                bucket.pack()
+                bucket.work = self.comm_hook(bucket, place, place + 1 == len(self.buckets))
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait until the bucket holds the averages."""
+        if bucket.work is not None:
+            self.waiting = bucket
+            bucket.work.wait()
+            bucket.work = None
+
+    def _wait_for_all(self) -> None:
+        for bucket in self.in_flight:
+            self.wait(bucket)
+
+    def waits_for(self) -> str:
+        """The bucket that this rank waits for; a launch past its timeout says so."""
+        place = self.buckets.index(self.waiting) + 1 if self.waiting in self.buckets else "?"
+        return f"bucket {place} of {len(self.buckets)} ({', '.join(self.waiting.names)})"
