@@ -20,15 +20,15 @@ export PIP_ARGS
 # write to the user's home), and root (a container) may start it.
 LAB_FLAGS = --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
 	--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
-	--LabApp.news_url=None \
+	--LabApp.app_settings_dir="$(CURDIR)/tools/lab" --LabApp.news_url=None \
 	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate \
 	--LanguageServerManager.autodetect=False --KernelManager.transport_encryption=auto \
 	$(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help lab test notebooks conformance bench clean course all-extras
+.PHONY: help lab test notebooks conformance browser-test bench clean course all-extras
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 
 lab: course ## set up .venv if needed and open the course in JupyterLab (LAB_ARGS="--no-browser --port=8899")
 	@# Lab shows no stored pictures of a notebook that is not trusted.
@@ -43,6 +43,9 @@ notebooks: all-extras ## run all notebooks again and store their outputs (NOTEBO
 
 conformance: all-extras ## torch's own DDP tests against our class
 	@"$(VENV_PYTHON)" -m pytest tests/conformance
+
+browser-test: all-extras ## the notebooks as seen in JupyterLab (SCREENSHOTS=folder keeps what was seen)
+	@"$(VENV_PYTHON)" -m pytest tests/browser
 
 bench: all-extras ## time the bare model, torch's class and ours side by side (BENCH_ARGS=--json)
 	@"$(VENV_PYTHON)" -m ddp_teach.bench $(BENCH_ARGS)

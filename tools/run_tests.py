@@ -12,8 +12,8 @@ RUFF = [sys.executable, "-m", "ruff"]
 
 PARTS = {
     "lint": [[*RUFF, "check", "."], [*RUFF, "format", "--check", "."]],
-    # torch's own test-suite has a target of its own: make conformance
-    "pytest": [[*PYTEST, "--ignore=tests/conformance"]],
+    # Two folders have targets of their own: make conformance, make browser-test
+    "pytest": [[*PYTEST, "--ignore=tests/conformance", "--ignore=tests/browser"]],
     # The kernel is this interpreter, whatever kernels the user has installed under which names.
     # nbval limits each cell itself; a cell that fails under pytest's limit would say less.
     "nbval": [

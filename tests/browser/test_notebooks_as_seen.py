@@ -1,0 +1,91 @@
+"""The course as a learner sees it: notebooks opened and run in JupyterLab, in a real browser."""
+
+from io import BytesIO
+from xml.etree import ElementTree
+
+import nbformat
+import pytest
+from jupyterlab import ROOT
+from PIL import Image, ImageChops
+from run_notebooks import IGNORED, find_notebooks
+
+NOTEBOOKS = ROOT / "notebooks"
+# Run from top to bottom; of the others, those with pictures are opened and looked at.
+RUN = [NOTEBOOKS / "04_backward_with_gradient_sync.ipynb"]
+SVG = "image/svg+xml"
+
+
+def code_cells(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def stored_pictures(path):
+    """The SVG of every picture stored in a notebook."""
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    return [output.data[SVG] for output in outputs if SVG in output.get("data", {})]
+
+
+def stored_text(cell):
+    """What is to be read below a code cell; a picture is read by nobody."""
+    texts = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        texts.append("" if SVG in data else data.get("text/plain", output.get("text")))
+    return "\n".join(texts).rstrip()
+
+
+def alt(svg):
+    return ElementTree.fromstring(svg).get("aria-label")
+
+
+def without_edge(png):
+    """The inside of a picture: at its edge a pixel may be half picture and half page."""
+    image = Image.open(BytesIO(png)).convert("RGB")
+    return image.crop((2, 2, image.width - 2, image.height - 2))
+
+
+def looks_the_same(png, other):
+    a, b = without_edge(png), without_edge(other)
+    return a.size == b.size and ImageChops.difference(a, b).getbbox() is None
+
+
+def is_blank(png):
+    return all(low == high for low, high in without_edge(png).getextrema())
+
+
+def check_pictures(notebook, stored):
+    """Every picture is there, has its alt text, and looks the same in both themes."""
+    shown = notebook.pictures()
+    assert [picture["alt"] for picture in shown] == [alt(svg) for svg in stored]
+    assert all(picture["alt"] and picture["width"] for picture in shown), shown
+    light, dark = notebook.look_at_pictures("Light"), notebook.look_at_pictures("Dark")
+    assert not any(is_blank(png) for png in [*light, *dark])
+    assert [looks_the_same(a, b) for a, b in zip(light, dark, strict=True)] == [True] * len(stored)
+
+
+def each(paths):
+    return pytest.mark.parametrize(
+        "path", paths, ids=[path.relative_to(NOTEBOOKS).as_posix() for path in paths]
+    )
+
+
+@each(RUN)
+def test_run_all_cells_shows_the_stored_outputs(open_notebook, path):
+    before = path.read_bytes()
+    notebook = open_notebook(path)
+    notebook.run_all()
+    for stored, shown in zip(code_cells(path), notebook.code_cells(), strict=True):
+        assert shown["prompt"] == f"[{stored.execution_count}]:"
+        if IGNORED not in stored.metadata.get("tags", ()):
+            assert shown["text"].rstrip() == stored_text(stored)
+    check_pictures(notebook, stored_pictures(path))
+    assert notebook.complaints == []
+    assert path.read_bytes() == before
+
+
+@each([path for path in find_notebooks() if path not in RUN and stored_pictures(path)])
+def test_stored_pictures_show_as_soon_as_a_notebook_is_open(open_notebook, path):
+    notebook = open_notebook(path)
+    check_pictures(notebook, stored_pictures(path))
+    assert notebook.complaints == []
