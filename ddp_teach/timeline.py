@@ -61,13 +61,12 @@ class Collective:
 class Timeline:
     """What happened on ``rank``, in the order in which it happened: ``events``, ``collectives``.
 
-    ``model`` is the name of the traced class; ``hidden`` says that it starts its all-reduces where
-    Python can't see them; ``start`` is when the trace began, in seconds since 1970.
+    ``model`` is the name of the traced class, ``start`` when its trace began, in
+    seconds since 1970.
     """
 
     rank: int
     model: str
-    hidden: bool
     start: float
     events: list[Event] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)

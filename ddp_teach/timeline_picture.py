@@ -186,7 +186,7 @@ class Compute:
             self.canvas.box(x, top - 0.75, width, max(height, 1.5), edge)
         else:
             self.canvas.box(x, top + 0.5, width, height - 1, color, None if color == edge else edge)
-        if self._room_below(i) >= 11 and self.scale.shows(i):
+        if (height if height >= 5 else self._room_below(i)) >= 11 <= self._room_below(i):
             shorter = words.replace("all-reduce of ", ""), words.split(" for ")[0]
             words = fitting([words, *shorter], width - 8)
             self.canvas.text(x + 5, top + 7.5, words, SMALL, **how)
@@ -205,9 +205,6 @@ def draw_collectives(canvas: Canvas, scale: ByOrder | ByTime, x: float, width: f
     extents = [(scale.top(i), scale.end_of(k)) for k, i in enumerate(launches)]
     slots = side_by_side(extents)
     each = width / (max(slots, default=0) + 1)
-    if timeline.hidden and not extents:
-        middle = x + width / 2, (TOP + scale.bottom) / 2
-        canvas.text(*middle, "not visible", 8.5, PALE, ha="center")
     for k, (top, low) in enumerate(extents):
         if low - top <= ROW and not scale.shows(launches[k]):
             continue

@@ -106,16 +106,12 @@ def text_of(timelines: Sequence[Timeline], by: str) -> str:
 
 
 def notes(timelines: Sequence[Timeline], by: str) -> list[str]:
-    """What is to be said below: what can't be seen, and where the ranks send different things."""
+    """What is to be said below: what isn't seen, and where the ranks send different things."""
     lines = []
-    if any(t.hidden and not any(c.names for c in t.collectives) for t in timelines):
-        lines.append("Not visible: the all-reduces of torch's class, which launches them in C++.")
     waited = [{e.collective for e in t.events if e.kind == "done"} for t in timelines]
     pairs = zip(timelines, waited, strict=True)
-    unseen = sum(len(t.collectives) - len(done) for t, done in pairs)
-    if unseen and by == "order":
-        what = f"No wait seen for {count(unseen, 'collective')}: of these the bar shows the launch"
-        lines.append(f"{what} alone.")
+    if by == "order" and any(len(t.collectives) > len(done) for t, done in pairs):
+        lines.append("Where no wait is seen, a bar shows the launch alone.")
     return [*lines, *mismatch(timelines)]
 
 

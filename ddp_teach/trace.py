@@ -28,10 +28,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ddp_teach.call import short
 from ddp_teach.chrome_trace import to_chrome_trace
+from ddp_teach.collectives import NAMES
 from ddp_teach.timeline import Collective, Timeline, plot
 
 __all__ = ["Timeline", "plot", "to_chrome_trace", "trace"]
@@ -54,9 +56,10 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     bucket in ``model.buckets``, a parameter's ``grad``, or else a tensor of as many elements as the
     gradients that got ready since the last collective.
 
-    Torch's own class starts its all-reduces in C++, where Python can't see them; the timeline then
-    says so. With a communication hook (``register_comm_hook``) they start in Python and are seen,
-    but who waits for them is not. On a GPU the times are the host's: when work was handed over.
+    Torch's own class starts its all-reduces in C++ and waits for them there. The starts are seen in
+    torch's dispatcher, which makes every operation a little slower; the waits are not seen. Nor are
+    they with a communication hook, whose futures can't be watched. On a GPU the times are the
+    host's: when work was handed over.
 
     Raises ``TypeError`` if ``model`` is no module, ``RuntimeError`` if another trace is running in
     this process.
@@ -82,9 +85,9 @@ class Recorder:
         self.waiting: list[str] = []  # gradients that are ready and in no collective yet
         self.depth = 0  # of backward() calls, one inside another
         self.lock, self.is_on = threading.Lock(), True  # hooks may launch from another thread
-        is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.timeline = Timeline(rank, type(model).__name__, is_torchs, time.time())
+        self.in_python = False  # whether a replaced function is calling its collective
+        self.timeline = Timeline(rank, type(model).__name__, time.time())
         self.zero = time.perf_counter()
 
     def now(self) -> float:
@@ -121,6 +124,8 @@ class Recorder:
         replace(stack, torch.autograd, "backward", self._recorded_backward)
         for name in COLLECTIVES:
             replace(stack, dist, name, self._recorded_collective)
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            stack.enter_context(InDispatcher(self))
 
     def _gradient_ready(self, name: str, _grads: tuple) -> None:
         self.waiting.append(name)
@@ -144,8 +149,12 @@ class Recorder:
     def _recorded_collective(self, collective: Callable) -> Callable:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            number = self._launched(collective.__name__, given[0] if given else None)
-            work = collective(*args, **kwargs)
+            number = self.launched(collective.__name__, given[0] if given else None)
+            self.in_python = True
+            try:
+                work = collective(*args, **kwargs)
+            finally:
+                self.in_python = False
             if work is not None:
                 return self._watched(work, number, given)
             about = self.timeline.collectives[number]
@@ -156,7 +165,7 @@ class Recorder:
 
         return recorded
 
-    def _launched(self, kind: str, tensor: Tensor | None) -> int:
+    def launched(self, kind: str, tensor: Tensor | None) -> int:
         bucket, names = (None, ()) if tensor is None else self._contents(tensor)
         self.waiting = [name for name in self.waiting if name not in names]
         nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
@@ -193,6 +202,23 @@ class Recorder:
         if all(tensor.device.type == "cpu" for tensor in given):  # a GPU's futures end at once
             work.get_future().add_done_callback(completed)
         return RecordedWork(work, self, number)
+
+
+class InDispatcher(TorchDispatchMode):
+    """Sees collectives that C++ code starts, on their way to the process group."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func.namespace == "c10d" and not self.recorder.in_python:
+            name = func._schema.name.removeprefix("c10d::")
+            given = [x for x in (args[0] if args else ()) if isinstance(x, Tensor)]
+            self.recorder.launched(NAMES.get(name, name), given[0] if given else None)
+        return func(*args, **(kwargs or {}))
 
 
 class RecordedWork:
