@@ -5,13 +5,12 @@ from ddp_teach.exercises import check
 check(MyWrapper, step="average")
 """
 
-import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ddp_teach.call import short
-from ddp_teach.exercises import average, forward
+from ddp_teach.exercises import average, buckets, forward, overlap, same_start
 from ddp_teach.exercises.engine import find_mistake
 from ddp_teach.exercises.report import report
 
@@ -19,7 +18,10 @@ __all__ = ["STEPS", "CheckFailed", "CheckResult", "check"]
 
 STEPS = {
     "forward": forward.PROBES,
+    "same_start": same_start.PROBES,
     "average": average.PROBES,
+    "overlap": overlap.PROBES,
+    "buckets": buckets.PROBES,
 }
 
 

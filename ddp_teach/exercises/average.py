@@ -27,15 +27,21 @@ def plain_sum(output: Tensor) -> Tensor:
     return output.sum()
 
 
+FROZEN = "A frozen parameter never gets a gradient, its .grad is None: leave it out."
+DTYPES = "Gradients of several dtypes don't fit into one tensor."
+
 PROBES = [
     trained(
-        *("one layer; every iteration another rank is late", models.weights),
-        **dict(data=models.whole_numbers, loss_of=plain_sum, late_ranks=True),
+        "one layer; in every iteration another rank is late",
+        models.weights,
+        data=models.whole_numbers,
+        loss_of=plain_sum,
+        late_ranks=True,
     ),
     trained("three layers", models.layers),
     trained("tied weights", models.Tied, set_to_none=False),
-    trained("a frozen layer between two that learn", models.Frozen),
-    trained("parameters of several dtypes", models.Dtypes),
+    trained("a frozen layer between two that learn", models.Frozen, advice=FROZEN),
+    trained("parameters of several dtypes", models.Dtypes, advice=DTYPES),
     trained("batch norm and buffers", models.Buffers),
     trained("two micro-batches per iteration", models.layers, micro_batches=2),
     trained("gradients zeroed every second iteration", models.Tied, zero_every=2, iterations=4),

@@ -3,13 +3,14 @@
 import re
 from typing import TYPE_CHECKING
 
-from ddp_teach.exercises.probe import Finding
+from ddp_teach.exercises.probe import STILL_TO_DO, Finding
 from ddp_teach.failures import LaunchError, LaunchTimeout, readers, short_name, stack
 
 if TYPE_CHECKING:
     from ddp_teach.exercises.engine import Journal
 
 CRASHED_IN = re.compile(r'File "(.+?)", line (\d+) in (\S+)')  # as faulthandler writes it
+SAME_ROOT = "Every rank must name the same one."
 SAME_ORDER = "Every rank must start the same collectives, of the same sizes, in the same order."
 
 
@@ -20,18 +21,21 @@ def finding_of(error: LaunchError, journals: list["Journal"]) -> Finding:
     journal = journals[error.rank]
     if " raised " in str(error).splitlines()[0]:
         return exception(error, journal)
-    what = f"{str(error).splitlines()[0]} in {journal.doing}."
+    what = f"{str(error).splitlines()[0]} during {journal.doing}."
     frames = [(file, int(line), name) for file, line, name in CRASHED_IN.findall(error.traceback)]
-    lines = stack(readers(frames)[:1], short_name).splitlines()
+    lines = stack(readers(frames)[:1], short_name).splitlines()[1:]
     return Finding(f"{what} {difference(journals) or journal.advice}".strip(), lines=tuple(lines))
 
 
 def exception(error: LaunchError, journal: "Journal") -> Finding:
     """The exception, and the learner's own line that led to it."""
     message, *frames = str(error).splitlines()
-    raised = message.partition(" raised ")[2].rstrip(".")
+    raised = message.partition(" raised ")[2].split(". ")[0].rstrip(".")
     frames = [line for line in frames if line.startswith("  ")]
-    hint = f"{journal.doing} raised {raised}, on rank {error.rank}. {journal.advice}".strip()
+    if frames and frames[-1].strip().startswith("raise NotImplementedError"):
+        task = raised.partition(": ")[2] or f"what {journal.doing} needs"
+        return Finding(f"{STILL_TO_DO}{task}.")
+    hint = f"On rank {error.rank} {journal.doing} raised {raised}. {journal.advice}".strip()
     return Finding(hint, lines=tuple(frames[-2:]))
 
 
@@ -52,7 +56,7 @@ def hang(error: LaunchTimeout, journals: list["Journal"]) -> Finding:
             lines.append(line)
     stuck = [rank for rank in range(len(journals)) if rank not in at_the_end] or [0]
     journal = journals[stuck[0]]
-    why = difference(journals) or missing(journals) or journal.advice
+    why = difference(journals) or missing(journals)
     why = why or "No collective is missing: it waits for something else, or never leaves a loop."
     hint = f"{journal.doing} does not come to an end on rank {stuck[0]} (stopped after {limit})"
     return Finding(f"{hint}. {why}", lines=tuple(lines))
@@ -63,7 +67,12 @@ def difference(journals: list["Journal"]) -> str:
     for number, calls in enumerate(zip(*(j.started for j in journals), strict=False), 1):
         if len(set(calls)) > 1:
             each = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(calls))
-            return f"Collective number {number} is {each}. {SAME_ORDER}"
+            cure = (
+                SAME_ORDER
+                if len({re.sub(" (from|to) .*", "", call) for call in calls}) > 1
+                else SAME_ROOT
+            )
+            return f"Collective number {number} is {each}. {cure}"
     return ""
 
 

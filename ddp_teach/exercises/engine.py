@@ -1,4 +1,4 @@
-"""Run probes of a learner's class on real ranks; a crash or a hang becomes a finding like any other.
+"""Run probes of a learner's class on real ranks; a crash or a hang is a finding like any other.
 
 Three things may end a launch before its probes are through: the learner's code raises, it waits
 for something that never comes, or C++ gives up and takes the process along. What a rank was doing
@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_teach.exercises.crash import finding_of
-from ddp_teach.exercises.probe import JOURNAL, Collectives, Finding, Learner, Probe, write_journal
-from ddp_teach.launch import LaunchError, launch
+from ddp_teach.exercises.probe import (
+    JOURNAL,
+    Collectives,
+    Finding,
+    Learner,
+    Probe,
+    Said,
+    write_journal,
+)
+from ddp_teach.launch import LaunchError, LaunchTimeout, launch
 
 TIME_LIMIT = 4.0  # seconds for all probes of a launch; they take less than one
+QUIET = 2.0  # seconds without a word at its end: stuck, not just slow
+SLOW_LIMIT = 30.0  # seconds for a machine that has a lot else to do
 LINE = re.compile(r"^\[rank (\d+)\] ?(.*)$")
 
 
@@ -30,6 +41,7 @@ LINE = re.compile(r"^\[rank (\d+)\] ?(.*)$")
 class Journal:
     """What one rank said: in which probe it is, what it does in it, the collectives started."""
 
+    last_word: float = 0.0  # seconds since the epoch
     probe: int = 0
     doing: str = "starting"
     advice: str = ""
@@ -37,10 +49,14 @@ class Journal:
     printed: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))  # by probe
 
     def read(self, entry: dict[str, Any]) -> None:
+        """Take in one line."""
+        self.last_word = entry["time"]
         if "probe" in entry:
             self.probe, self.started = entry["probe"], []
         elif "started" in entry:
             self.started.append(entry["started"])
+        elif "said" in entry:
+            self.printed[self.probe].append(entry["said"])
         else:
             self.doing, self.advice = entry["doing"], entry["advice"]
 
@@ -67,9 +83,13 @@ def find_mistake(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> Mi
 
 
 def try_on(
-    world_size: int, cls: type[nn.Module], step: str, probes: Sequence[Probe]
+    world_size: int,
+    cls: type[nn.Module],
+    step: str,
+    probes: Sequence[Probe],
+    limit: float = TIME_LIMIT,
 ) -> Mistake | None:
-    """The first of ``probes`` that the class fails on so many ranks."""
+    """The first of ``probes`` that the class fails on so many ranks, within ``limit`` seconds."""
     chosen = [probe for probe in probes if world_size in probe.world_sizes]
     if not chosen:
         return None
@@ -77,10 +97,13 @@ def try_on(
     error, failed, findings = None, None, []
     try:
         with contextlib.redirect_stdout(text):
-            results = launch(run_all, cls, step, chosen, nprocs=world_size, timeout=TIME_LIMIT)
+            results = launch(run_all, cls, step, chosen, nprocs=world_size, timeout=limit)
     except LaunchError as caught:
         error = caught
     journals = read_journals(text.getvalue(), world_size)
+    quiet = time.time() - max(journal.last_word for journal in journals)
+    if isinstance(error, LaunchTimeout) and limit < SLOW_LIMIT and quiet < QUIET:
+        return try_on(world_size, cls, step, probes, SLOW_LIMIT)
     if error is not None:
         failed = max(journal.probe for journal in journals)
         # What the probes before had seen is gone with the ranks. A mistake there is the cause.
@@ -102,7 +125,7 @@ def run_all(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> list[An
     for number, probe in enumerate(probes):
         write_journal({"probe": number})
         learner = Learner(cls, step)
-        with Collectives(learner):
+        with Collectives(learner), contextlib.redirect_stdout(Said()):
             evidence.append(probe.run(learner))
         others.wait()
     return evidence
@@ -131,9 +154,7 @@ def read_journals(text: str, world_size: int) -> list[Journal]:
         if not (parts := LINE.match(line)):
             continue
         journal = journals[int(parts[1])]
-        said, mark, entry = parts[2].partition(JOURNAL)
+        _, mark, entry = parts[2].partition(JOURNAL)
         if mark:
             journal.read(json.loads(entry))
-        elif said:
-            journal.printed[journal.probe].append(said)
     return journals

@@ -4,25 +4,26 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ddp_teach.exercises.mixture import Mixture, close, expected_gradients, mixture_of
+from ddp_teach.exercises.mixture import Mixture, close, expected_gradients, high, mixture_of
 from ddp_teach.exercises.probe import Finding, ranks_text
 from ddp_teach.exercises.training import Step
 
 MOST_NAMES = 3
+EARLY = "are read before they are there"
 
 
 def explain(evidence: Sequence[Sequence[Step]]) -> Iterator[Finding]:
     """What is wrong with the gradients of ``evidence[rank][iteration]``: the first iteration in
     which anything is, one finding for every kind of mistake in it."""
     iterations = list(zip(*evidence, strict=True))
+    changed = {name for steps in iterations for step in steps for name in step.changed}
+    if changed:
+        yield Finding(
+            f"Synchronising has changed the parameters themselves ({some(sorted(changed))}). "
+            "Average their .grad and leave their values alone: the optimizer changes those."
+        )
+        return
     for number, steps in enumerate(iterations):
-        changed = sorted({name for step in steps for name in step.changed})
-        if changed:
-            yield Finding(
-                f"Synchronising has changed the parameters themselves ({some(changed)}). Average "
-                "their .grad and leave their values alone: the optimizer changes those."
-            )
-            return
         expected = expected_gradients(steps)
         wrong = [name for name in expected if wrong_ranks(name, steps, expected[name])]
         if wrong:
@@ -33,6 +34,7 @@ def explain(evidence: Sequence[Sequence[Step]]) -> Iterator[Finding]:
 def explain_iteration(
     number: int, iterations: Sequence[Sequence[Step]], wrong: list[str]
 ) -> Iterator[Finding]:
+    """One finding for every kind of mistake in this iteration."""
     steps = iterations[number]
     expected = expected_gradients(steps)
     all_names = [name for name, gradient in expected.items() if gradient is not None]
@@ -41,15 +43,21 @@ def explain_iteration(
         groups.setdefault(verdict(name, number, iterations), []).append(name)
     for text, names in groups.items():
         subject = "gradients" if names == all_names else f"gradients of {some(names)}"
-        since = f", in iteration {number + 1} but not before" if number else ""
-        got = [step.after[names[0]] for step in steps]
-        place = first_difference(expected[names[0]], got)
-        where = f"gradient of {names[0]}{place_text(place)} in iteration {number + 1}"
+        since = f" (in iteration {number + 1}; before it they were right)" if number else ""
+        got: list[Tensor | None] = [step.after[names[0]] for step in steps]
+        numbers = got
+        if EARLY in text:  # what the late rank has by now is a matter of chance
+            numbers = [gradient for rank, gradient in enumerate(got) if rank != steps[0].late]
+        place = first_difference(expected[names[0]], numbers)
+        texts, got_texts = number_texts(expected[names[0]], got, place)
+        if EARLY in text:
+            late = steps[0].late
+            got_texts = (*got_texts[:late], "(it was late)", *got_texts[late + 1 :])
         yield Finding(
             f"{subject} {text.replace('@', since, 1)}",
-            where,
-            tuple(number_text(expected[names[0]], place) for _ in steps),
-            tuple(number_text(gradient, place) for gradient in got),
+            f"gradient of {names[0]}{list(place) or ''} in iteration {number + 1}",
+            texts,
+            got_texts,
         )
 
 
@@ -82,34 +90,35 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
         return f"have become {got[0].dtype} on {on}@; the parameter is {expected.dtype}."
     if not any(gradient.any() for gradient in got):
         return f"are all zero on {on}@."
-    last = iterations[number - 1] if number else None
-    mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
     if too_early(name, iterations):
         return (
-            f"are read before they are there@: ranks that wait for a slower one end with "
-            "numbers that were not reduced yet. Call wait() on every all-reduce first."
+            f"{EARLY}@: ranks that wait for a slower one end with numbers "
+            f"that were not reduced yet. {waits(steps)} Call wait() on each before using it."
         )
+    last = iterations[number - 1] if number else None
+    mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
     if all(close(gradient, expected, 2e-2) for gradient in got):
-        return f"are right to about two digits only on {on}@: they were sent in a smaller dtype."
+        return f"are right to two or three digits only on {on}@: they were sent in a smaller dtype."
+    if len(ranks) < len(steps) and any(e.kind == "reduce" for e in steps[0].events):
+        return f"are wrong on {on}@: dist.reduce gives the result to one rank, all_reduce to all."
     if any(mixture is None for mixture in mixtures.values()):
-        return f"are wrong on {on}@, and no plain sum of the ranks' gradients either."
+        return f"are wrong on {on}@, and no sum of the ranks' gradients either."
     return of_mixtures(name, mixtures, steps, on)
 
 
 def too_early(name: str, iterations: Sequence[Sequence[Step]]) -> bool:
-    """Whether it is always the ranks that have to wait for a late one that are wrong, and they
-    hold what they had themselves; the late rank finds the others' gradients there already."""
-    if any(steps[0].late is None for steps in iterations):
+    """Whether ranks that are not late end with what they had themselves, or with something torn,
+    although collectives were started: these were not waited for, or the late rank fares better."""
+    if any(steps[0].late is None or not collectives(steps[0]) for steps in iterations):
         return False
-    late_is_local = []
+    on_late = []
     for number, steps in enumerate(iterations):
         last = iterations[number - 1] if number else None
         owns = [own_weight(name, rank, steps, last) for rank in range(len(steps))]
-        late = steps[0].late
-        if any(own is None for rank, own in enumerate(owns) if rank != late):
+        on_late.append(owns.pop(steps[0].late))
+        if None in owns:
             return False
-        late_is_local.append(owns[late] is not None)
-    return not all(late_is_local)
+    return None in on_late or collectives(iterations[0][0]) > count(iterations[0][0], "wait")
 
 
 def own_weight(
@@ -119,6 +128,34 @@ def own_weight(
     mixture = mixture_of(name, rank, steps, last)
     only_own = mixture and list(mixture.weights) == [("local", rank, name)]
     return mixture.weights["local", rank, name] if only_own else None
+
+
+def collectives(step: Step) -> int:
+    """How many collectives the rank started."""
+    return sum(event.collective for event in step.events)
+
+
+def count(step: Step, kind: str) -> int:
+    """How many events of this kind there were."""
+    return sum(event.kind == kind for event in step.events)
+
+
+def waits(steps: Sequence[Step]) -> str:
+    """How many collectives were started and how many of them waited for, on rank 0."""
+    started, waited = collectives(steps[0]), count(steps[0], "wait")
+    if waited >= started:
+        return ""
+    return f"Of {started} collective{'s'[: started > 1]} on rank 0, {waited} were waited for."
+
+
+def sent(steps: Sequence[Step]) -> str:
+    """Whether all bytes of the gradients were sent; empty if they were."""
+    gradients = [g for g in steps[0].local.values() if g is not None]
+    needed = sum(g.numel() * g.element_size() for g in gradients)
+    if not collectives(steps[0]):
+        return "No collective was started."
+    done = sum(event.nbytes for event in steps[0].events)
+    return f"Only {done} of {needed} bytes were sent." if done < needed else ""
 
 
 def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], on: str) -> str:
@@ -135,7 +172,7 @@ def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], 
     own = {round(row[rank], 3) for rank, row in rows.items()}
     only_own = all(sum(map(abs, row)) == abs(row[rank]) for rank, row in rows.items())
     if only_own and len(own) == 1:
-        return own_text(own.pop(), list(rows), size, on)
+        return own_text(own.pop(), list(rows), steps, on)
     sources = {tuple(row) for row in rows.values()}
     if len(sources) == 1 and sorted(row := sources.pop())[-2:] == [0.0, 1.0]:
         source = row.index(1.0)
@@ -172,23 +209,20 @@ def ratio_text(ratio: float, size: int, on: str) -> str:
     return f"{what} on {on}@: {why}"
 
 
-def own_text(weight: float, ranks: list[int], size: int, on: str) -> str:
+def own_text(weight: float, ranks: list[int], steps: Sequence[Step], on: str) -> str:
     """For a gradient that holds ``weight`` times the rank's own and nothing of the others'."""
+    size = len(steps)
     if len(ranks) < size:
         rest = ranks_text([rank for rank in range(size) if rank not in ranks], size)
         return (
             f"are the mean on {rest} only@; {on} still holds its own local gradient. All ranks "
-            "need the result: an all-reduce gives it to all."
+            "need the result."
         )
     if weight == 1:
-        return (
-            f"are still the local ones on {on}@: they were not averaged, or the average did "
-            "not get into .grad."
-        )
-    return (
-        f"are {weight:.3g} times the local ones on {on}@: divided, but never added up over the "
-        "ranks, or the sum did not get into .grad."
-    )
+        why = sent(steps) or "They were sent, but the mean did not get into .grad."
+        return " ".join([f"are still the local ones on {on}@.", why, steps[0].told]).strip()
+    why = sent(steps) or "They were sent, but the sum did not get into .grad."
+    return f"are {weight:.3g} times the local ones on {on}@: divided, but not added up. {why}"
 
 
 def of_others(name: str, others: list[dict], rows: dict[int, list[float]], on: str) -> str:
@@ -231,35 +265,33 @@ def some(names: Sequence[str]) -> str:
 
 
 def first_difference(expected: Tensor | None, got: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Where to look: the first place at which a rank's gradient is clearly not the expected one."""
+    """The first place at which a rank's tensor is clearly not the expected one."""
     if expected is None or not expected.numel():
         return ()
-    flat = expected.flatten()
-    for gradient in got:
-        if gradient is not None and gradient.shape == expected.shape:
-            off = (gradient.flatten() - flat).abs()
+    for tensor in got:
+        if tensor is not None and tensor.shape == expected.shape:
+            off = (tensor.to(high(tensor)) - expected.to(high(expected))).abs()
             if off.max() > 0:
-                place = int((off > off.max() / 4).nonzero()[0])
-                return tuple(int(i) for i in _unravel(place, expected.shape))
+                return tuple((off > off.max() / 50).nonzero()[0].tolist())
     return (0,) * expected.dim()
 
 
-def _unravel(place: int, shape: Sequence[int]) -> list[int]:
-    index = []
-    for size in reversed(shape):
-        index.insert(0, place % size)
-        place //= size
-    return index
+def number_texts(
+    expected: Tensor | None, got: Sequence[Tensor | None], place: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """One number, as expected and as every rank got it: four digits, or as many as tell them
+    apart."""
+    for digits in (4, 9):
+        wanted = number_text(expected, place, digits)
+        texts = tuple(number_text(tensor, place, digits) for tensor in got)
+        if set(texts) != {wanted}:
+            break
+    return (wanted,) * len(texts), texts
 
 
-def place_text(place: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, place))}]" if place else ""
-
-
-def number_text(gradient: Tensor | None, place: tuple[int, ...]) -> str:
-    """One number of a gradient, with four digits."""
-    if gradient is None:
+def number_text(tensor: Tensor | None, place: tuple[int, ...], digits: int) -> str:
+    if tensor is None:
         return "None"
-    if gradient.dim() != len(place) or not gradient.numel():
-        return f"shape {list(gradient.shape)}"
-    return f"{gradient[place].item():.4g}"
+    if tensor.dim() != len(place) or not tensor.numel():
+        return f"shape {list(tensor.shape)}"
+    return f"{tensor[place].item():.{digits}g}"

@@ -143,12 +143,12 @@ def look_at_wrapper(learner: Learner) -> list[str]:
             "The module is not registered, so wrapper.parameters() does not list its "
             f"parameters and an optimizer can't find them. {CONSTRUCT}"
         ]
-    hints = []
     if list(map(id, wrapper.parameters())) != list(map(id, before)):
-        hints.append(
-            "wrapper.parameters() must be the module's own parameters and no others: "
-            "an optimizer trains what stands there."
-        )
+        return [
+            "wrapper.parameters() are not the module's own parameters and no others. Leave these "
+            "where they are: an optimizer trains what stands there."
+        ]
+    hints = []
     x = torch.ones(1, 2, requires_grad=True)
     for training in (True, False, True):
         wrapper.train(training)

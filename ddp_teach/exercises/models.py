@@ -5,6 +5,7 @@ parameter has at least eight elements, enough to conclude what its gradient is m
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 WIDTH = 8
@@ -89,3 +90,26 @@ class Buffers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.layer(x)) * self.scale + self.mask
+
+
+class Twice(nn.Module):
+    """Two layers, one of them used twice, so that its gradient comes in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.again(self.first(x)).tanh())
+
+
+class EitherWay(nn.Module):
+    """a(b(x)) on rank 0, b(a(x)) on the others, so that gradients get ready in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if dist.get_rank() == 0 else (self.a, self.b)
+        return second(first(x).tanh())

@@ -16,16 +16,21 @@ and reports the first step that has findings. A probe that raises or hangs ends 
 """
 
 import inspect
+import io
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+STILL_TO_DO = "Still to do: "  # how the hint for a skeleton that raises NotImplementedError begins
 JOURNAL = "\x1eddp_teach "  # what a rank's lines for the journal begin with
 
 
@@ -54,18 +59,27 @@ class Probe:
 
 @dataclass(frozen=True)
 class Event:
-    """``kind`` is what happened: a collective ("all_reduce", "broadcast", "all_gather", ...), or
-    what a probe notes itself. ``tensors`` are a collective's, as (number of elements, dtype);
-    ``root`` is the rank that a broadcast or reduce names, -1 where there is none."""
+    """``kind`` is what happened: a collective that starts ("all_reduce", "broadcast", "all_gather",
+    ...), a "wait" for one, or what a probe notes itself, then with a ``name``. ``tensors`` are a
+    collective's, as (number of elements, dtype), ``nbytes`` its size; ``root`` is the rank that a
+    broadcast or reduce names, -1 where there is none."""
 
     kind: str
     name: str = ""
     tensors: tuple[tuple[int, str], ...] = ()
+    nbytes: int = 0
     root: int = -1
+
+    @property
+    def collective(self) -> bool:
+        return bool(self.tensors)
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{numel} x {dtype}" for numel, dtype in self.tensors)
-        return f"{self.kind}({sizes})"
+        root = (
+            f" {'from' if self.kind == 'broadcast' else 'to'} {self.root}" if self.root >= 0 else ""
+        )
+        return f"{self.kind}({sizes}{root})"
 
 
 @dataclass
@@ -88,11 +102,11 @@ class Learner:
         parameters = inspect.signature(self.cls).parameters.values()
         return any(p.name == option or p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def after_backward(self, wrapper: nn.Module) -> None:
+    def after_backward(self, wrapper: nn.Module, advice: str = "") -> None:
         """What a training loop calls after backward: ``sync_gradients()`` in step average, nothing
         from then on."""
         if self.step == "average" and hasattr(wrapper, "sync_gradients"):
-            self.doing("sync_gradients()")
+            self.doing("sync_gradients()", advice)
             wrapper.sync_gradients()
 
     def doing(self, what: str, advice: str = "") -> None:
@@ -106,36 +120,65 @@ class Learner:
 
 class Collectives(TorchDispatchMode):
     """While entered, writes down every collective that starts, however it was called: through
-    ``torch.distributed``, a functional collective, or torch's own C++ code."""
+    ``torch.distributed``, a functional collective, or torch's own C++ code; and every ``wait()``
+    that Python calls."""
 
     KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+    ROOTS = {"broadcast": 2, "reduce": 3}  # where a collective has its root among its arguments
 
     def __init__(self, learner: Learner):
         super().__init__()
         self.learner = learner
+        note, wait = learner.note, dist.Work.wait
+        # note() first: the wait itself may be one that never ends
+        self.waits = patch.object(dist.Work, "wait", lambda *args: (note("wait"), wait(*args))[1])
+
+    def __enter__(self) -> "Collectives":
+        self.waits.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.waits.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
-        functional = func.namespace == "_c10d_functional" and "tensor" not in func.__name__
-        if func.namespace == "c10d" or functional:
-            self.note(func.__name__.split(".")[0].strip("_"), args)
+        name = func.__name__.split(".")[0].strip("_")
+        if name == "wait_tensor":
+            self.learner.note("wait")
+        elif func.namespace == "c10d" or func.namespace == "_c10d_functional" and args[1:]:
+            self.started(name, args)
         return func(*args, **(kwargs or {}))
 
-    def note(self, name: str, args: tuple) -> None:
-        for ours, theirs in self.KINDS.items():
-            name = name.replace(ours, theirs)
+    def started(self, name: str, args: tuple) -> None:
+        for theirs, ours in self.KINDS.items():
+            name = name.replace(theirs, ours)
         kind = name.removesuffix("_coalesced").removesuffix("_base").removesuffix("_")
         tensors = args[0] if isinstance(args[0], list) else [args[0]]
-        sizes = [(t.numel(), str(t.dtype)[6:]) for t in tensors if isinstance(t, Tensor)]
-        roots = {"broadcast": 2, "reduce": 3}  # where a collective has its root among its arguments
-        root = args[roots[kind]] if kind in roots and len(args) > roots[kind] else -1
-        event = Event(kind, "", tuple(sizes), root if isinstance(root, int) else -1)
+        tensors = [t for t in tensors if isinstance(t, Tensor)]
+        root = args[self.ROOTS[kind]] if len(args) > self.ROOTS.get(kind, 99) else -1
+        event = Event(
+            kind,
+            tensors=tuple((t.numel(), str(t.dtype).removeprefix("torch.")) for t in tensors),
+            nbytes=sum(t.numel() * t.element_size() for t in tensors),
+            root=root if isinstance(root, int) else -1,
+        )
         self.learner.events.append(event)
         write_journal({"started": str(event)})
 
 
+class Said(io.TextIOBase):
+    """Where the learner's own ``print`` writes, so that it can be told from what C++ prints."""
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            if line.strip():
+                write_journal({"said": line})
+        return len(text)
+
+
 def write_journal(entry: dict[str, Any]) -> None:
     """Print a line that the engine reads, and that is there even if this process crashes."""
-    os.write(1, f"{JOURNAL}{json.dumps(entry)}\n".encode())
+    os.write(1, f"{JOURNAL}{json.dumps(entry | {'time': time.time()})}\n".encode())
 
 
 def values_of(tensor: Tensor | None) -> Tensor | None:

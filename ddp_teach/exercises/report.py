@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ddp_teach.exercises.engine import Mistake
-from ddp_teach.exercises.probe import Finding
+from ddp_teach.exercises.probe import STILL_TO_DO, Finding
 
 WIDTH = 96  # columns
 MOST_PRINTED = 5  # lines of the learner's own, per rank
@@ -28,7 +28,8 @@ def details(mistake: Mistake) -> list[str]:
     for finding in mistake.findings:
         lines += table(finding)
         lines += finding.lines
-        lines += textwrap.wrap(f"Hint: {finding.hint}", WIDTH - 4, subsequent_indent="      ")
+        hint = finding.hint if finding.hint.startswith(STILL_TO_DO) else f"Hint: {finding.hint}"
+        lines += textwrap.wrap(hint, WIDTH - 4, subsequent_indent="      ")
     for rank, printed in enumerate(mistake.printed):
         lines += [f"[rank {rank}] {line}" for line in printed[:MOST_PRINTED]]
         if len(printed) > MOST_PRINTED:

@@ -7,13 +7,13 @@ and what stands there afterwards. From those of all ranks ``explain.py`` conclud
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_teach.exercises.probe import Learner, values_of
+from ddp_teach.exercises.probe import Event, Learner, values_of
 
 Gradients = dict[str, "Tensor | None"]  # by parameter name
 LATE = 0.04  # seconds: much longer than an all-reduce takes
@@ -21,16 +21,15 @@ LATE = 0.04  # seconds: much longer than an all-reduce takes
 
 @dataclass
 class Step:
-    """One iteration on one rank. ``local``: the gradient of this rank's data alone, summed over
-    the micro-batches. ``before``: what stood in ``.grad`` when the iteration began.
-        ``changed`` names the parameters whose values were not the same afterwards. ``late`` is the rank
-    that came late."""
+    """One iteration on one rank."""
 
-    local: Gradients
-    before: Gradients
+    local: Gradients  # of this rank's data alone, summed over the micro-batches
+    before: Gradients  # what stood in .grad when the iteration began
     after: Gradients
-    changed: list[str] = field(default_factory=list)
-    late: int | None = None
+    changed: list[str]  # parameters whose values were not the same after backward
+    events: list[Event]
+    late: int | None = None  # the rank that came late
+    told: str = ""  # what a hint may add if nothing was averaged at all
 
 
 def squares(output: Tensor) -> Tensor:
@@ -48,45 +47,55 @@ def train(
     set_to_none: bool = True,
     zero_every: int = 1,
     late_ranks: bool = False,
+    advice: str = "",
     **options: float,
 ) -> list[Step]:
     """Train ``build()``, wrapped, on ``data(rank, number of the micro-batch)``.
 
     Gradients are zeroed every ``zero_every`` iterations. With ``late_ranks``, every iteration a
     different rank comes late to its backward pass: the all-reduces of the others can't be done
-    then unless they are waited for.
+    then unless they are waited for. ``advice`` is for the case that the learner's code raises.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     module, reference = build(), build()
-    learner.doing("wrapping the model")
-    wrapper = learner.wrap(module, **options)
+    wrapper = learner.wrap(module, advice=advice, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     steps = []
     for iteration in range(iterations):
         if iteration % zero_every == 0:
             optimizer.zero_grad(set_to_none)
         late = iteration % world_size if late_ranks else None
-        before, weights = gradients(module), values(module)
+        before, weights, first = gradients(module), values(module), len(learner.events)
         reference.load_state_dict(module.state_dict())
         reference.zero_grad()
         for micro_batch in range(micro_batches):
             x = data(rank, iteration * micro_batches + micro_batch)
             loss_of(reference(x)).backward()
-            learner.doing(f"the forward pass of iteration {iteration + 1}")
+            learner.doing(f"the forward pass of iteration {iteration + 1}", advice)
             loss = loss_of(wrapper(x))
             if rank == late:
                 time.sleep(LATE)
-            learner.doing(f"the backward pass of iteration {iteration + 1}")
+            learner.doing(f"the backward pass of iteration {iteration + 1}", advice)
             loss.backward()
-        learner.after_backward(wrapper)
+        learner.after_backward(wrapper, advice)
         if rank == late:  # here an all-reduce is done soon, waited for or not
             time.sleep(LATE / 2)
-        after = gradients(module)
         changed = [name for name, value in values(module).items() if not value.equal(weights[name])]
-        steps.append(Step(gradients(reference), before, after, changed, late))
+        events = learner.events[first:]
+        found = gradients(reference), before, gradients(module), changed, events
+        steps.append(Step(*found, late, missing_call(learner, wrapper)))
         optimizer.step()
     return steps
+
+
+def missing_call(learner: Learner, wrapper: nn.Module) -> str:
+    """A likely reason if no rank has averaged anything."""
+    if hasattr(wrapper, "sync_gradients") == (learner.step == "average"):
+        return ""
+    if learner.step == "average":
+        return "There is no method sync_gradients() to call."
+    return "Nobody calls sync_gradients() in this step: backward() itself has to do it, by hooks."
 
 
 def gradients(module: nn.Module) -> Gradients:

@@ -1,0 +1,102 @@
+"""Step buckets: few large all-reduces instead of one for every parameter."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ddp_teach.exercises import models
+from ddp_teach.exercises.average import DTYPES, FROZEN, trained
+from ddp_teach.exercises.overlap import SMALL
+from ddp_teach.exercises.probe import Event, Finding, Learner, Probe
+from ddp_teach.exercises.training import squares
+
+CAP = 400  # bytes; ``models.layers`` has three layers of 256 + 32
+NEVER_FULL = f"{FROZEN} A bucket that waits for it never fills."
+MIXED = f"{DTYPES} A bucket holds parameters of one dtype."
+
+
+@dataclass
+class Sent:
+    """What one rank sent in the last of a few iterations, by ``bucket_cap_mb`` in bytes; ``None``
+    is the default. ``sizes``: bytes and number of every parameter that learns."""
+
+    takes_cap: bool
+    sizes: list[int]
+    by_cap: dict[int | None, list[Event]]
+
+
+def send_gradients(learner: Learner, iterations: int = 3) -> Sent:
+    """A few iterations with three caps."""
+    sizes = [p.numel() * p.element_size() for p in models.layers().parameters()]
+    if not learner.accepts("bucket_cap_mb"):
+        return Sent(False, sizes, {})
+    by_cap = {}
+    for cap in (None, CAP, 1):
+        wrapper = learner.wrap(models.layers(), **({"bucket_cap_mb": cap / 2**20} if cap else {}))
+        for iteration in range(iterations):
+            loss = squares(wrapper(models.data(dist.get_rank(), iteration)))
+            learner.events.clear()
+            learner.doing(f"the backward pass of iteration {iteration + 1}")
+            loss.backward()
+            wrapper.zero_grad()
+        by_cap[cap] = [event for event in learner.events if event.collective]
+    return Sent(True, sizes, by_cap)
+
+
+def judge_sizes(evidence: Sequence[Sent]) -> Iterator[Finding]:
+    """Fewer collectives than parameters; none much larger than the cap."""
+    sent = evidence[0]
+    if not sent.takes_cap:
+        yield Finding(
+            "The constructor does not take bucket_cap_mb. From this step on it does: "
+            "def __init__(self, module, bucket_cap_mb=25)."
+        )
+        return
+    params, usual = len(sent.sizes), sent.by_cap[None]
+    where = f"collectives in one backward pass, for {params} parameters"
+    if len(usual) >= params:
+        yield Finding(
+            f"There are {len(usual)} collectives for {params} parameters: every gradient travels "
+            "alone. Put the gradients of a bucket into one flat tensor and all-reduce that.",
+            where,
+            tuple(f"fewer than {params}" for _ in evidence),
+            tuple(str(len(seen.by_cap[None])) for seen in evidence),
+        )
+        return
+    # the parameter that makes a bucket full may still be part of it, as in torch
+    limit, largest = CAP + max(sent.sizes), max(e.nbytes for e in sent.by_cap[CAP])
+    if largest > limit:
+        yield Finding(
+            f"With a cap of {CAP} bytes (bucket_cap_mb={CAP}/2**20) a bucket of {largest} bytes is "
+            f"sent: {cause(sent)} Parameters of {max(sent.sizes)} bytes at most leave no need for "
+            "that.",
+            f"largest bucket, in bytes, for a cap of {CAP}",
+            tuple(f"{CAP}, or little more" for _ in evidence),
+            tuple(str(max(e.nbytes for e in seen.by_cap[CAP])) for seen in evidence),
+        )
+    elif len(sent.by_cap[CAP]) >= params:
+        yield Finding(
+            f"With a cap of {CAP} bytes every gradient travels alone, though two would fit into a "
+            "bucket. Fill a bucket until the next gradient would make it too large."
+        )
+
+
+def cause(sent: Sent) -> str:
+    """Why a bucket may be too large."""
+    if len(sent.by_cap[CAP]) == len(sent.by_cap[None]) == len(sent.by_cap[1]):
+        return "bucket_cap_mb has no effect."
+    return "the cap is in MiB, 1 MiB is 2**20 bytes, and elements have 4 or more bytes each."
+
+
+PROBES = [
+    Probe(
+        "three layers, counting what is sent for several bucket_cap_mb", send_gradients, judge_sizes
+    ),
+    trained("three layers in small buckets", models.layers, **SMALL),
+    trained("tied weights in small buckets", models.Tied, **SMALL),
+    trained("a frozen layer, in small buckets", models.Frozen, advice=NEVER_FULL, **SMALL),
+    trained("several dtypes, in small buckets", models.Dtypes, advice=MIXED, **SMALL),
+    trained("buckets of one parameter", models.Buffers, bucket_cap_mb=1 / 2**20),
+    trained("a(b(x)) on rank 0, b(a(x)) elsewhere", models.EitherWay, bucket_cap_mb=1 / 2**20),
+]
