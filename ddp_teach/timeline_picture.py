@@ -21,78 +21,23 @@ from ddp_teach.canvas import (
     tint,
 )
 from ddp_teach.timeline import LASTING, Timeline, side_by_side
-from ddp_teach.timeline_text import MOST_ROWS, carrier_of, notes, numbers_of, rows_of, text_of
+from ddp_teach.timeline_scale import ROW, TIME_HEIGHT, TOP, ByOrder, ByTime, bounds
+from ddp_teach.timeline_text import carrier_of, mismatch, notes, numbers_of, text_of
 
-TOP, ROW, GAP = 74, 15, 14  # points
+GAP = 14  # points
 NARROWEST = 136  # of a rank
-TIME_LEFT, TIME_HEIGHT = 54, 420
+TIME_LEFT = 54
 MOST_RANKS = 8
 SMALL = 7.5  # font size
+TITLES = {
+    "order": "What happened, in order of events, from top to bottom",
+    "time": "What happened, by time, from top to bottom",
+}
 ABOUT = {
-    "order": "Each rank by itself: equal heights on two ranks do not mean equal times.",
+    "order": "A bar goes from the launch to the end of the wait.",
     "time": "All ranks on one clock. A bar ends when the result is there, waited for or not.",
 }
-
-
-class ByOrder:
-    """Heights by order of events: a row for what happens at once."""
-
-    def __init__(self, timeline: Timeline):
-        self.timeline, self.rows = timeline, rows_of(timeline)
-        self.hidden = max((self.rows[-1] + 1 if self.rows else 0) - MOST_ROWS, -1) + 1
-        self.gap = MOST_ROWS - 2 if self.hidden else len(self.rows)  # row that stands for others
-        self.bottom = TOP + ROW * (self.row(len(self.rows) - 1) + 1 if self.rows else 0)
-
-    def row(self, i: int) -> int:
-        row = self.rows[i]
-        return row if row < self.gap else max(row - self.hidden + 1, self.gap)
-
-    def top(self, i: int) -> float:
-        return TOP + ROW * self.row(i)
-
-    def low(self, i: int) -> float:
-        return self.top(i) + ROW
-
-    def shows(self, i: int) -> bool:
-        return not self.hidden or self.row(i) != self.gap
-
-    def end_of(self, number: int) -> float:
-        """Where a collective is done."""
-        events = enumerate(self.timeline.events)
-        return self.low(max(i for i, event in events if event.collective == number))
-
-
-class ByTime:
-    """Heights by time, on a clock that all ``timelines`` share."""
-
-    hidden, bottom = 0, TOP + TIME_HEIGHT
-
-    def __init__(self, timeline: Timeline, timelines: Sequence[Timeline]):
-        first, last = bounds(timelines)
-        self.timeline, self.first = timeline, first
-        self.per_second = TIME_HEIGHT / max(last - first, 1e-9)
-
-    def at(self, seconds: float) -> float:
-        return TOP + (self.timeline.start + seconds - self.first) * self.per_second
-
-    def top(self, i: int) -> float:
-        return self.at(self.timeline.events[i].time)
-
-    low = top
-
-    def shows(self, i: int) -> bool:
-        return True
-
-    def end_of(self, number: int) -> float:
-        collective = self.timeline.collectives[number]
-        return self.at(collective.launched if collective.done is None else collective.done)
-
-
-def bounds(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """Begin and end, in seconds since 1970, of all that happened on any rank."""
-    times = [t.start + event.time for t in timelines for event in t.events]
-    times += [t.start + c.done for t in timelines for c in t.collectives if c.done is not None]
-    return min(times, default=0.0), max(times, default=0.0)
+RANKS = " Equal heights on two ranks do not mean equal times."
 
 
 def draw(timelines: Sequence[Timeline], by: str) -> Picture:
@@ -106,24 +51,26 @@ def draw(timelines: Sequence[Timeline], by: str) -> Picture:
 
 @our_settings()
 def draw_ranks(timelines: Sequence[Timeline], by: str) -> Canvas:
-    shown, below = timelines[:MOST_RANKS], notes(timelines, by)
-    if len(timelines) > len(shown):
-        below = [f"Ranks 0 to {len(shown) - 1} of {len(timelines)}.", *below]
+    shown = timelines[:MOST_RANKS]
     left = TIME_LEFT if by == "time" else MARGIN
     width = max(WIDTH, left + (NARROWEST + GAP) * len(shown))
     each = (width - left - MARGIN + GAP) / max(len(shown), 1)
     scales = [ByOrder(t) if by == "order" else ByTime(t, timelines) for t in shown]
     bottom = max((scale.bottom for scale in scales), default=TOP)
+    below = notes(timelines, by)
+    if len(timelines) > len(shown):
+        below.insert(0, f"Ranks 0 to {len(shown) - 1} of {len(timelines)}.")
     canvas = Canvas(bottom + 10 + 14 * len(below) + MARGIN, width)
-    title = "in order of events" if by == "order" else "by time"
-    canvas.text(MARGIN, 19, f"What happened, {title}, from top to bottom", 11, weight="bold")
-    canvas.text(MARGIN, 35, ABOUT[by], 8.5, PALE)
+    canvas.text(MARGIN, 19, TITLES[by], 11, weight="bold")
+    about = ABOUT[by] + (RANKS if by == "order" and len(shown) > 1 else "")
+    canvas.text(MARGIN, 35, about, 8.5, PALE)
     if by == "time" and scales:
         draw_clock(canvas, timelines, width)
     for k, scale in enumerate(scales):
         draw_rank(canvas, scale, left + each * k, each - GAP)
     for k, line in enumerate(below):
-        canvas.text(MARGIN, bottom + 17 + 14 * k, line, 8.5)
+        weight = "bold" if line in mismatch(timelines) else "normal"
+        canvas.text(MARGIN, bottom + 17 + 14 * k, line, 8.5, weight=weight)
     return canvas
 
 

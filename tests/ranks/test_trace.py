@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from ddp_teach import DistributedDataParallel, launch
 from ddp_teach.collectives import count_collectives
 from ddp_teach.steps import LADDER, AverageAfterBackward, Buckets, OverlappedHooks
-from ddp_teach.trace import COLLECTIVES, Recorder, plot, trace
+from ddp_teach.trace import Recorder, plot, trace
+from ddp_teach.watched_collectives import REPLACED
 
 SMALL = {"bucket_cap_mb": 100 / 2**20}  # of 100 bytes: three buckets for the mlp
 TORCHS = nn.parallel.DistributedDataParallel
@@ -263,7 +264,7 @@ def break_off(wrap):
 
 def in_place(wrapper):
     """Everything that a trace replaces or adds to, as it is now."""
-    functions = [getattr(dist, name) for name in COLLECTIVES]
+    functions = [getattr(dist, name) for name in REPLACED]
     optimizer = sys.modules["torch.optim.optimizer"]
     hooks = [
         len(registry or ())
