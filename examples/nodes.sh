@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# One or two nodes of a cluster, played on this machine: a torchrun for each, two ranks under each.
+#
+#     examples/nodes.sh 2 examples/train.py --epochs 3
+#     examples/nodes.sh 1 --max-restarts 3 examples/train.py --checkpoint train.pt
+#
+# On a real cluster you run the torchrun command below on every node, all with the address of one of
+# them as the endpoint where they meet (the rendezvous). Here, where Linux lets it, each node gets a
+# network of its own (a network namespace), and two are joined by a virtual cable: nobody outside
+# can connect, and all is gone when the script ends, however it ends. Elsewhere the nodes share this
+# machine's network and differ by their loopback address; torchrun's store then listens on all
+# interfaces, as it always does.
+set -euo pipefail
+nodes=$1
+shift
+
+isolate=(unshare --user --map-root-user --net --mount --pid --fork --kill-child)
+if [ -z "${IN_NAMESPACE-}" ] && "${isolate[@]}" ip link add type veth 2>/dev/null; then
+    IN_NAMESPACE=yes exec "${isolate[@]}" bash "$0" "$nodes" "$@"
+fi
+
+if [ -n "${IN_NAMESPACE-}" ]; then
+    address=(10.0.0.1 10.0.0.2)
+    enter=("" "nsenter --net=/run/netns/second")
+    export GLOO_SOCKET_IFNAME=cable NCCL_SOCKET_IFNAME=cable
+    mount -t tmpfs none /run # a list of namespaces of our own
+    ip netns add second
+    ip link add cable type veth peer name cable netns second
+    for i in 0 1; do
+        ${enter[i]} ip link set lo up
+        ${enter[i]} ip link set cable up
+        ${enter[i]} ip addr add "${address[i]}/24" dev cable
+    done
+else
+    address=(127.0.0.1 127.0.0.1)
+    enter=("" "")
+    if [ "$(uname)" = Linux ]; then
+        address[1]=127.0.0.2
+        export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+    fi
+fi
+
+# Ended itself, it ends them; and so does the end of whoever holds the other end of its input.
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
+trap 'exit 143' TERM INT
+if [ -p /dev/stdin ]; then
+    { cat >/dev/null; kill $$; } <&0 &
+fi
+torchruns=()
+for ((i = 0; i < nodes; i++)); do
+    ${enter[i]} "${PYTHON:-python}" -m torch.distributed.run \
+        --nnodes "$nodes" --nproc-per-node 2 --rdzv-id example --rdzv-backend c10d \
+        --rdzv-endpoint "${address[0]}:${PORT:-29400}" --local-addr "${address[i]}" \
+        --rdzv-conf "is_host=$((i == 0))" "$@" &
+    torchruns+=($!)
+done
+for pid in "${torchruns[@]}"; do
+    wait "$pid"
+done
