@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_teach.call import short
 from ddp_teach.canvas import Picture, count
+
+if TYPE_CHECKING:
+    from ddp_teach.stepper import Stepper
 
 LASTING = {"forward": "forward end", "backward": "backward end", "step": "step end", "wait": "done"}
 
@@ -91,6 +94,12 @@ class Timeline:
     def plot(self, by: str = "order") -> Picture:
         """A picture of this rank alone; see ``plot``."""
         return plot([self], by)
+
+    def steps(self) -> "Stepper":
+        """The picture by order of events, with a slider that goes through it event by event."""
+        from ddp_teach.stepper import Stepper
+
+        return Stepper(self)
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write this rank's timeline to ``path``; see ``to_chrome_trace``."""

@@ -55,8 +55,9 @@ def carrier_of(timeline: Timeline, i: int) -> int | None:
     return None
 
 
-def lines_of(timeline: Timeline, with_times: bool = False) -> list[str]:
-    """What happened: a line for each row, and for each end of something that others are inside."""
+def lines_of(timeline: Timeline, with_times: bool = False) -> list[tuple[int, str]]:
+    """What happened: a line for each row, and for each end of something that others are inside;
+    before it the place of the event."""
     lines, inside = [], 0
     for i, event in enumerate(timeline.events):
         before = timeline.events[i - 1].kind if i else ""
@@ -67,7 +68,7 @@ def lines_of(timeline: Timeline, with_times: bool = False) -> list[str]:
             words = wording(timeline, i)
         if words:
             time = f"{event.time * 1e3:8.3f} ms  " if with_times else ""
-            lines.append(f"{time}{'  ' * inside}{words}")
+            lines.append((i, f"{time}{'  ' * inside}{words}"))
         inside += event.kind in BEGINS
     return lines
 
@@ -93,7 +94,8 @@ def text_of(timelines: Sequence[Timeline], by: str) -> str:
     """The lines of every rank; ranks that did the same share them."""
     stories: dict[tuple, list[Timeline]] = {}
     for timeline in timelines:
-        story = timeline.model, *lines_of(timeline, with_times=by == "time")
+        lines = (line for _, line in lines_of(timeline, with_times=by == "time"))
+        story = timeline.model, *lines
         stories.setdefault(story, []).append(timeline)
     parts = []
     for (model, *lines), alike in stories.items():

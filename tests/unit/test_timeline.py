@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ddp_teach.canvas import bucket_color, tint
 from ddp_teach.timeline import Collective, Timeline, plot, side_by_side
-from ddp_teach.timeline_text import text_of
+from ddp_teach.timeline_text import lines_of, text_of
 from ddp_teach.trace import to_chrome_trace
 
 
@@ -298,6 +299,47 @@ def test_the_picture_is_the_same_in_another_process():
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout == "".join(plot(f()).svg + repr(plot(f())) for f in RANKS.values())
+
+
+# Step by step.
+
+
+class Slider(HTMLParser):
+    """Reads the attributes of the slider."""
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "input":
+            self.attributes = dict(attributes)
+
+
+def slider_of(timeline):
+    parser = Slider()
+    parser.feed(timeline.steps()._repr_html_())
+    return parser.attributes
+
+
+def test_the_slider_has_a_step_for_every_line_of_the_text_and_one_before_all():
+    for make in (two_buckets, other_order, after_backward, broken, long):
+        slider = slider_of(make())
+        tops, words = zip(*json.loads(slider["data-steps"]), strict=True)
+        assert slider["max"] == slider["value"] == str(len(words) - 1), "at first all is seen"
+        lines = [line.strip() for _, line in lines_of(make())]
+        assert list(words) == ["nothing has happened yet", *lines]
+        assert list(tops) == sorted(tops) and tops[-1] == 100
+
+
+def test_the_curtain_uncovers_what_has_happened():
+    timeline = two_buckets()
+    height = timeline.plot().figure.get_figheight() * 72
+    top, words = json.loads(slider_of(timeline)["data-steps"])[3]
+    assert words == "gradient of 2.bias is ready"
+    assert top == pytest.approx(100 * (74 + 3 * 15) / height, abs=0.5), "the third row's end"
+
+
+def test_a_stepper_holds_the_picture_and_prints_as_its_text():
+    stepper, picture = two_buckets().steps(), two_buckets().plot()
+    assert picture.svg in stepper._repr_html_() and repr(stepper) == repr(picture)
+    assert two_buckets().steps()._repr_html_() == stepper._repr_html_()
 
 
 # Data.
