@@ -24,7 +24,8 @@ def finding_of(error: LaunchError, journals: list["Journal"]) -> Finding:
     what = f"{str(error).splitlines()[0]} during {journal.doing}."
     frames = [(file, int(line), name) for file, line, name in CRASHED_IN.findall(error.traceback)]
     lines = stack(readers(frames)[:1], short_name).splitlines()[1:]
-    return Finding(f"{what} {difference(journals) or journal.advice}".strip(), lines=tuple(lines))
+    hint = " ".join(filter(None, [what, difference(journals), journal.advice]))
+    return Finding(hint, lines=tuple(lines))
 
 
 def exception(error: LaunchError, journal: "Journal") -> Finding:
@@ -59,7 +60,7 @@ def hang(error: LaunchTimeout, journals: list["Journal"]) -> Finding:
     why = difference(journals) or missing(journals)
     why = why or "No collective is missing: it waits for something else, or never leaves a loop."
     hint = f"{journal.doing} does not come to an end on rank {stuck[0]} (stopped after {limit})"
-    return Finding(f"{hint}. {why}", lines=tuple(lines))
+    return Finding(f"{hint}. {why} {journal.advice}".strip(), lines=tuple(lines))
 
 
 def difference(journals: list["Journal"]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_teach.exercises.crash import finding_of
 from ddp_teach.exercises.probe import (
@@ -124,7 +125,7 @@ def run_all(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> list[An
     others, evidence = Others(), []
     for number, probe in enumerate(probes):
         write_journal({"probe": number})
-        learner = Learner(cls, step)
+        learner = Learner(cls, step, others.wait)
         with Collectives(learner), contextlib.redirect_stdout(Said()):
             evidence.append(probe.run(learner))
         others.wait()
@@ -140,7 +141,8 @@ class Others:
 
     def wait(self) -> None:
         """Return when all ranks have come here, so that probes don't meet."""
-        dist.barrier(group=self.group)
+        with _disable_current_modes():  # it is not the learner's collective
+            dist.barrier(group=self.group)
 
     def waits_for(self) -> str:
         """What ``launch`` tells of a rank that stands here."""

@@ -4,7 +4,8 @@ A step's file (``average.py``, say) lists ``PROBES``. A probe has two halves:
 
 - ``run(learner)`` runs on every rank. It wraps a small model with ``learner.wrap(module)``, uses
   the wrapper, and returns what it saw as plain, picklable *evidence*: values before and after,
-  ``learner.events``. It judges nothing and calls no collective of its own. What it is about to do
+  ``learner.events``. It judges nothing and calls no collective of its own, but may let the ranks
+  ``learner.meet()``, so that a step that hangs is not taken for a later one. What it is about to do
   it says with ``learner.doing("calling wrapper(x)", advice="...")``; if that raises or hangs, the
   report says so, with the advice.
 - ``diagnose(evidence)`` runs afterwards in the launching process. It gets the evidence of all
@@ -23,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -84,16 +84,19 @@ class Event:
 
 @dataclass
 class Learner:
-    """The class under test, in a rank. ``step`` is the one that ``check`` was called with."""
+    """The class under test, in a rank. ``step`` is the one that ``check`` was called with;
+    ``meet()`` returns when all ranks have come to it."""
 
     cls: type[nn.Module]
     step: str
+    meet: Callable[[], None]
     events: list[Event] = field(default_factory=list)
 
     def wrap(self, module: nn.Module, advice: str = "", **options: Any) -> nn.Module:
         """A wrapper around ``module``; of the options those that the constructor has names for."""
         options = {name: value for name, value in options.items() if self.accepts(name)}
-        given = ", ".join(["module", *(f"{name}={value:g}" for name, value in options.items())])
+        texts = {k: v if isinstance(v, bool) else f"{v:g}" for k, v in options.items()}
+        given = ", ".join(["module", *(f"{name}={text}" for name, text in texts.items())])
         self.doing(f"{self.cls.__name__}({given})", advice)
         return self.cls(module, **options)
 
@@ -129,17 +132,19 @@ class Collectives(TorchDispatchMode):
     def __init__(self, learner: Learner):
         super().__init__()
         self.learner = learner
-        note, wait = learner.note, dist.Work.wait
-        # note() first: the wait itself may be one that never ends
-        self.waits = patch.object(dist.Work, "wait", lambda *args: (note("wait"), wait(*args))[1])
+        self.wait = dist.Work.wait
 
     def __enter__(self) -> "Collectives":
-        self.waits.start()
+        def wait(work: dist.Work, *args: Any) -> Any:
+            self.learner.note("wait")
+            return self.wait(work, *args)
+
+        dist.Work.wait = wait
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.waits.stop()
+        dist.Work.wait = self.wait
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         name = func.__name__.split(".")[0].strip("_")

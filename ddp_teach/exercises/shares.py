@@ -73,9 +73,9 @@ class Seen:
 class Trial:
     """A wrapper around ``Branches`` in use; ``seen`` is the evidence."""
 
-    def __init__(self, learner: Learner, advice: str = "", **options: Any):
+    def __init__(self, learner: Learner, module: Branches | None = None, **options: Any):
         self.learner, self.seen = learner, []
-        self.wrapper = learner.wrap(Branches(), advice, **options)
+        self.wrapper = learner.wrap(module or Branches(), **options)
         self.forget()
 
     def forget(self, set_to_none: bool = True) -> None:
@@ -100,6 +100,7 @@ class Trial:
 
     def look(self, where: str, averaged: bool) -> None:
         """Note all gradients; ``averaged`` tells whether all so far must have been averaged."""
+        self.learner.meet()
         if averaged:
             self.averaged = frozenset().union(*self.used.values())
         gradients = {name: values_of(p.grad) for name, p in self.wrapper.module.named_parameters()}
