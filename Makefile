@@ -32,7 +32,7 @@ help: ## show this list
 
 lab: course ## set up .venv if needed and open the course in JupyterLab (LAB_ARGS="--no-browser --port=8899")
 	@# Lab shows no stored pictures of a notebook that is not trusted.
-	@"$(VENV_PYTHON)" -m jupyter trust notebooks/*.ipynb >/dev/null
+	@find notebooks -name '*.ipynb' -exec "$(VENV_PYTHON)" -m jupyter trust {} + >/dev/null
 	@"$(VENV_PYTHON)" -m jupyterlab $(LAB_FLAGS) $(LAB_ARGS)
 
 test: all-extras ## lint, every test, and every notebook's stored outputs (PARTS="lint pytest nbval")
