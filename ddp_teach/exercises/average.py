@@ -38,7 +38,9 @@ PROBES = [
         loss_of=plain_sum,
         late_ranks=True,
     ),
-    trained("three layers", models.layers),
+    trained(
+        "three layers; in every iteration another rank is late", models.layers, late_ranks=True
+    ),
     trained("tied weights", models.Tied, set_to_none=False),
     trained("a frozen layer between two that learn", models.Frozen, advice=FROZEN),
     trained("parameters of several dtypes", models.Dtypes, advice=DTYPES),

@@ -47,19 +47,22 @@ class Journal:
     doing: str = "starting"
     advice: str = ""
     started: list[str] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)  # all that it did and started, in order
     printed: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))  # by probe
 
     def read(self, entry: dict[str, Any]) -> None:
         """Take in one line."""
         self.last_word = entry["time"]
         if "probe" in entry:
-            self.probe, self.started = entry["probe"], []
+            self.probe, self.started, self.story = entry["probe"], [], []
         elif "started" in entry:
             self.started.append(entry["started"])
+            self.story.append(entry["started"])
         elif "said" in entry:
             self.printed[self.probe].append(entry["said"])
         else:
             self.doing, self.advice = entry["doing"], entry["advice"]
+            self.story.append(self.doing)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ def try_on(
         # What the probes before had seen is gone with the ranks. A mistake there is the cause.
         if earlier := try_on(world_size, cls, step, chosen[:failed]):
             return earlier
+        if chosen[failed].advise:
+            for journal in journals:
+                journal.advice = chosen[failed].advise(journals)
         findings = [finding_of(error, journals)]
     else:
         for failed, evidence in enumerate(zip(*results, strict=True)):
@@ -158,5 +164,6 @@ def read_journals(text: str, world_size: int) -> list[Journal]:
         journal = journals[int(parts[1])]
         _, mark, entry = parts[2].partition(JOURNAL)
         if mark:
-            journal.read(json.loads(entry))
+            with contextlib.suppress(json.JSONDecodeError):  # cut off: too much was printed
+                journal.read(json.loads(entry))
     return journals

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from ddp_teach.exercises.mixture import Mixture, close, expected_gradients, high, mixture_of
-from ddp_teach.exercises.probe import Finding, ranks_text
+from ddp_teach.exercises.probe import Finding, not_waited_for, ranks_text
 from ddp_teach.exercises.training import Step
 
 MOST_NAMES = 3
+WAIT = "Call wait() on each before you use it."
 EARLY = "are read before they are there"
 
 
@@ -29,6 +30,10 @@ def explain(evidence: Sequence[Sequence[Step]]) -> Iterator[Finding]:
         if wrong:
             yield from explain_iteration(number, iterations, wrong)
             return
+    if any(not_waited_for(step.events) for step in iterations[0]):
+        yield Finding(
+            f"gradients {EARLY}: this time they were right, by luck. {waits(iterations[0])} {WAIT}"
+        )
 
 
 def explain_iteration(
@@ -54,11 +59,19 @@ def explain_iteration(
             late = steps[0].late
             got_texts = (*got_texts[:late], "(it was late)", *got_texts[late + 1 :])
         yield Finding(
-            f"{subject} {text.replace('@', since, 1)}",
+            f"{subject} {text.replace('@', since, 1)} {names_of_one(names, steps[0])}".strip(),
             f"gradient of {names[0]}{list(place) or ''} in iteration {number + 1}",
             texts,
             got_texts,
         )
+
+
+def names_of_one(names: Sequence[str], step: Step) -> str:
+    """That a parameter has several names, where it is the only one that is wrong."""
+    tied = step.tied.get(names[0], [])
+    if len(names) > 1 or len(tied) < 2:
+        return ""
+    return f"It is one parameter with {len(tied)} names, {' and '.join(tied)}: treat it once."
 
 
 def wrong_ranks(name: str, steps: Sequence[Step], expected: Tensor | None) -> list[int]:
@@ -93,7 +106,7 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
     if too_early(name, iterations):
         return (
             f"{EARLY}@: ranks that wait for a slower one end with numbers "
-            f"that were not reduced yet. {waits(steps)} Call wait() on each before using it."
+            f"that were not reduced yet. {waits(steps)} {WAIT}"
         )
     last = iterations[number - 1] if number else None
     mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
@@ -107,27 +120,20 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
 
 
 def too_early(name: str, iterations: Sequence[Sequence[Step]]) -> bool:
-    """Whether ranks that are not late end with what they had themselves, or with something torn,
-    although collectives were started: these were not waited for, or the late rank fares better."""
-    if any(steps[0].late is None or not collectives(steps[0]) for steps in iterations):
+    """Whether something was not waited for, and a rank that had to wait for a late one ends with
+    what it had itself, or with something torn; the late rank has more, by then all have sent."""
+    if not any(not_waited_for(step.events) for step in iterations[0]):
         return False
-    on_late = []
+    on_late, torn = [], False
     for number, steps in enumerate(iterations):
         last = iterations[number - 1] if number else None
-        owns = [own_weight(name, rank, steps, last) for rank in range(len(steps))]
-        on_late.append(owns.pop(steps[0].late))
-        if None in owns:
-            return False
-    return None in on_late or collectives(iterations[0][0]) > count(iterations[0][0], "wait")
-
-
-def own_weight(
-    name: str, rank: int, steps: Sequence[Step], last: Sequence[Step] | None
-) -> float | None:
-    """The weight of the rank's own gradient, where there is nothing else in it."""
-    mixture = mixture_of(name, rank, steps, last)
-    only_own = mixture and list(mixture.weights) == [("local", rank, name)]
-    return mixture.weights["local", rank, name] if only_own else None
+        expected = expected_gradients(steps)[name]
+        for rank in wrong_ranks(name, steps, expected):
+            mixture = mixture_of(name, rank, steps, last)
+            own = mixture and list(mixture.weights) == [("local", rank, name)]
+            torn = torn or not mixture or own and rank != steps[0].late
+            on_late += [own] if rank == steps[0].late else [False]
+    return torn and not all(on_late)
 
 
 def collectives(step: Step) -> int:
@@ -135,17 +141,13 @@ def collectives(step: Step) -> int:
     return sum(event.collective for event in step.events)
 
 
-def count(step: Step, kind: str) -> int:
-    """How many events of this kind there were."""
-    return sum(event.kind == kind for event in step.events)
-
-
 def waits(steps: Sequence[Step]) -> str:
     """How many collectives were started and how many of them waited for, on rank 0."""
-    started, waited = collectives(steps[0]), count(steps[0], "wait")
-    if waited >= started:
-        return ""
-    return f"Of {started} collective{'s'[: started > 1]} on rank 0, {waited} were waited for."
+    missing = not_waited_for(steps[0].events)
+    started = collectives(steps[0])
+    were = "were" if started - missing != 1 else "was"
+    many = f"{started} collective{'s'[: started > 1]}"
+    return f"Of {many} on rank 0, {started - missing} {were} waited for."
 
 
 def sent(steps: Sequence[Step]) -> str:

@@ -106,7 +106,7 @@ def under_way(events: Sequence[Event]) -> bool:
     open_ones = 0
     for event in events:
         open_ones += event.collective
-        open_ones -= event.kind == "wait"
+        open_ones -= event.kind == "wait" and event.name == "wait"
         if event.kind == "passed" and open_ones > 0:
             return True
     return open_ones > 0

@@ -20,8 +20,9 @@ import inspect
 import io
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STILL_TO_DO = "Still to do: "  # how the hint for a skeleton that raises NotImplementedError begins
+MOST_COLLECTIVES = 500  # in a probe; right wrappers need sixty
 JOURNAL = "\x1eddp_teach "  # what a rank's lines for the journal begin with
 
 
@@ -49,30 +51,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """One use of the learner's wrapper; see above. ``world_sizes``: on how many ranks."""
+    """One use of the learner's wrapper; see above. ``world_sizes``: on how many ranks. ``advise``
+    concludes the advice for a probe that raised or hung from the journals of all ranks, where that
+    tells more than what ``learner.doing`` was given."""
 
     name: str  # what the wrapper is tried on: "a model with tied weights"
     run: Callable[["Learner"], Any]
     diagnose: Callable[[list[Any]], Iterable[Finding]]
     world_sizes: tuple[int, ...] = (2, 3)
+    advise: Callable[[list[Any]], str] | None = None
 
 
 @dataclass(frozen=True)
 class Event:
     """``kind`` is what happened: a collective that starts ("all_reduce", "broadcast", "all_gather",
-    ...), a "wait" for one, or what a probe notes itself, then with a ``name``. ``tensors`` are a
-    collective's, as (number of elements, dtype), ``nbytes`` its size; ``root`` is the rank that a
-    broadcast or reduce names, -1 where there is none."""
+    ...), a "wait" for one (``name`` tells how), or what a probe notes itself."""
 
     kind: str
     name: str = ""
-    tensors: tuple[tuple[int, str], ...] = ()
+    collective: bool = False
+    tensors: tuple[tuple[int, str], ...] = ()  # a collective's: number of elements, dtype
     nbytes: int = 0
-    root: int = -1
-
-    @property
-    def collective(self) -> bool:
-        return bool(self.tensors)
+    root: int = -1  # the rank that a broadcast or reduce names
+    returns_work: bool = False  # a torch.distributed call, which hands out something to wait for
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{numel} x {dtype}" for numel, dtype in self.tensors)
@@ -121,6 +122,10 @@ class Learner:
         self.events.append(Event(kind, name))
 
 
+class NeverEnds(RuntimeError):
+    """A loop goes on starting collectives, so it will not come to an end by itself."""
+
+
 class Collectives(TorchDispatchMode):
     """While entered, writes down every collective that starts, however it was called: through
     ``torch.distributed``, a functional collective, or torch's own C++ code; and every ``wait()``
@@ -129,28 +134,36 @@ class Collectives(TorchDispatchMode):
     KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
     ROOTS = {"broadcast": 2, "reduce": 3}  # where a collective has its root among its arguments
 
+    # In each of these ways one may learn that a collective is done.
+    WAITS = ("wait", "get_future", "is_completed", "synchronize")
+
     def __init__(self, learner: Learner):
         super().__init__()
-        self.learner = learner
-        self.wait = dist.Work.wait
+        self.learner, self.count = learner, 0
+        self.waits = {name: getattr(dist.Work, name) for name in self.WAITS}
 
     def __enter__(self) -> "Collectives":
-        def wait(work: dist.Work, *args: Any) -> Any:
-            self.learner.note("wait")
-            return self.wait(work, *args)
-
-        dist.Work.wait = wait
+        for name, method in self.waits.items():
+            setattr(dist.Work, name, self.noting(name, method))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        dist.Work.wait = self.wait
+        for name, method in self.waits.items():
+            setattr(dist.Work, name, method)
+
+    def noting(self, name: str, method: Callable) -> Callable:
+        """The method, which notes every call of it."""
+
+        def wait(work: dist.Work, *args: Any) -> Any:
+            self.learner.note("wait", name)
+            return method(work, *args)
+
+        return wait
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         name = func.__name__.split(".")[0].strip("_")
-        if name == "wait_tensor":
-            self.learner.note("wait")
-        elif func.namespace == "c10d" or func.namespace == "_c10d_functional" and args[1:]:
+        if func.namespace == "c10d" or func.namespace == "_c10d_functional" and args[1:]:
             self.started(name, args)
         return func(*args, **(kwargs or {}))
 
@@ -158,17 +171,36 @@ class Collectives(TorchDispatchMode):
         for theirs, ours in self.KINDS.items():
             name = name.replace(theirs, ours)
         kind = name.removesuffix("_coalesced").removesuffix("_base").removesuffix("_")
-        tensors = args[0] if isinstance(args[0], list) else [args[0]]
-        tensors = [t for t in tensors if isinstance(t, Tensor)]
+        lists = [arg if isinstance(arg, list) else [arg] for arg in args]
+        tensors = next((ts for ts in lists if ts and all(isinstance(t, Tensor) for t in ts)), [])
         root = args[self.ROOTS[kind]] if len(args) > self.ROOTS.get(kind, 99) else -1
         event = Event(
             kind,
+            collective=True,
             tensors=tuple((t.numel(), str(t.dtype).removeprefix("torch.")) for t in tensors),
             nbytes=sum(t.numel() * t.element_size() for t in tensors),
             root=root if isinstance(root, int) else -1,
+            returns_work=called_from(dist.distributed_c10d.__file__),
         )
         self.learner.events.append(event)
         write_journal({"started": str(event)})
+        self.count += 1
+        if self.count > MOST_COLLECTIVES:
+            raise NeverEnds(f"{MOST_COLLECTIVES} collectives, far more than anything here needs")
+
+
+def called_from(filename: str) -> bool:
+    """Whether a function of this file is running, a few calls up."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+def not_waited_for(events: Sequence[Event]) -> int:
+    """How many works were handed out but never asked whether they are done."""
+    works = sum(event.returns_work for event in events)
+    return max(works - sum(event.kind == "wait" for event in events), 0)
 
 
 class Said(io.TextIOBase):

@@ -11,9 +11,22 @@ from torch import Tensor, nn
 from ddp_teach.exercises import models
 from ddp_teach.exercises.explain import first_difference, number_texts, some
 from ddp_teach.exercises.mixture import close, high
-from ddp_teach.exercises.probe import Event, Finding, Learner, Probe, ranks_text, same, values_of
+from ddp_teach.exercises.probe import (
+    Event,
+    Finding,
+    Learner,
+    Probe,
+    not_waited_for,
+    ranks_text,
+    same,
+    values_of,
+)
 from ddp_teach.exercises.training import LATE
 
+CONTENTS = (
+    "This model has frozen parameters (requires_grad is False), tied ones, several dtypes, and "
+    "buffers of whole numbers and of True and False."
+)
 KEEP = "Copy rank 0's values into the tensors that are there: dist.broadcast(tensor, 0) does that."
 
 
@@ -51,15 +64,15 @@ def start(learner: Learner) -> Start:
     for name, param in module.named_parameters():
         kinds[name] = "parameter" if param.requires_grad else "frozen parameter"
     params, before = all_parameters(module), tensors(module)
+    learns = {name: param.requires_grad for name, param in params.items()}
     if dist.get_rank() == 0:
         time.sleep(LATE)
-    wrapper = learner.wrap(module)
+    wrapper = learner.wrap(module, advice=CONTENTS)
     events, after = list(learner.events), tensors(module)
     replaced = [
         name
         for name, param in all_parameters(module).items()
-        if param is not params[name] or param.requires_grad != (kinds.get(name) == "parameter")
-        if name in kinds
+        if param is not params[name] or param.requires_grad != learns[name]
     ]
     learner.doing("wrapper(x)")
     wrapper(models.data(dist.get_rank(), 0))
@@ -112,7 +125,8 @@ def subject(names: Sequence[str], evidence: Sequence[Start]) -> str:
         "frozen parameters and buffers": ("frozen parameter", "buffer"),
     }
     for group, members in groups.items():
-        if set(names) == {name for name in differ if kinds[name] in members}:
+        whole = {name for name, kind in kinds.items() if kind in members}
+        if whole & differ <= set(names) <= whole:
             return group
     return some(names)
 
@@ -150,9 +164,7 @@ def why_own(evidence: Sequence[Start]) -> str:
     learn = [n for n in wrong if evidence[0].kinds[n] == "parameter"]  # a forward changes buffers
     if learn and all(same(seen.after_forward[n], right[n]) for n in learn for seen in evidence):
         return "only a forward pass makes them equal. Do it in __init__."
-    if sum(e.collective for e in evidence[1].events) > sum(
-        e.kind == "wait" for e in evidence[1].events
-    ):
+    if not_waited_for(evidence[1].events):
         return "the broadcast was started, but not waited for."
     if not any(event.collective for event in evidence[0].events):
         return "nothing was sent in __init__. Broadcast rank 0's values to all."

@@ -7,7 +7,7 @@ and what stands there afterwards. From those of all ranks ``explain.py`` conclud
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,10 @@ class Step:
     before: Gradients  # what stood in .grad when the iteration began
     after: Gradients
     changed: list[str]  # parameters whose values were not the same after backward
-    events: list[Event]
+    events: list[Event]  # from backward on
     late: int | None = None  # the rank that came late
     told: str = ""  # what a hint may add if nothing was averaged at all
+    tied: dict[str, list[str]] = field(default_factory=dict)  # by name: all names of the parameter
 
 
 def squares(output: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def train(
         if iteration % zero_every == 0:
             optimizer.zero_grad(set_to_none)
         late = iteration % world_size if late_ranks else None
-        before, weights, first = gradients(module), values(module), len(learner.events)
+        before, weights, events = gradients(module), values(module), []
         reference.load_state_dict(module.state_dict())
         reference.zero_grad()
         for micro_batch in range(micro_batches):
@@ -77,14 +78,17 @@ def train(
             if rank == late:
                 time.sleep(LATE)
             learner.doing(f"the backward pass of iteration {iteration + 1}", advice)
+            learner.events.clear()
             loss.backward()
+            events += learner.events
+        learner.events.clear()
         learner.after_backward(wrapper, advice)
         if rank == late:  # here an all-reduce is done soon, waited for or not
             time.sleep(LATE / 2)
         changed = [name for name, value in values(module).items() if not value.equal(weights[name])]
-        events = learner.events[first:]
+        events += learner.events
         found = gradients(reference), before, gradients(module), changed, events
-        steps.append(Step(*found, late, missing_call(learner, wrapper)))
+        steps.append(Step(*found, late, missing_call(learner, wrapper), all_names(module)))
         optimizer.step()
     return steps
 
@@ -101,6 +105,14 @@ def missing_call(learner: Learner, wrapper: nn.Module) -> str:
 def gradients(module: nn.Module) -> Gradients:
     """Copies of all gradients, by the parameter's name."""
     return {name: values_of(param.grad) for name, param in module.named_parameters()}
+
+
+def all_names(module: nn.Module) -> dict[str, list[str]]:
+    """By name: all names that this parameter has."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return {these[0]: these for these in names.values()}
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
