@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ddp_teach.call import short
-from ddp_teach.exercises import average, buckets, forward, overlap, same_start
+from ddp_teach.exercises import (
+    average,
+    buckets,
+    forward,
+    join,
+    no_sync,
+    overlap,
+    same_start,
+    unused,
+)
 from ddp_teach.exercises.engine import find_mistake
 from ddp_teach.exercises.report import report
 
@@ -22,6 +31,9 @@ STEPS = {
     "average": average.PROBES,
     "overlap": overlap.PROBES,
     "buckets": buckets.PROBES,
+    "no_sync": no_sync.PROBES,
+    "unused": unused.PROBES,
+    "join": join.PROBES,
 }
 
 

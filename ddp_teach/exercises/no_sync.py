@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ddp_teach.exercises.contexts import Interruption, context_probe
 from ddp_teach.exercises.explain import ratio_text
 from ddp_teach.exercises.probe import Event, Finding, Learner, Probe
 from ddp_teach.exercises.shares import SMALLEST, Branches, Difference, Seen, Trial, differences
@@ -110,32 +111,6 @@ AFTER = {  # by the letters of the three batches in no_sync and of the one after
     "++++": COUNTED_AGAIN, "+++m": COUNTED_AGAIN, "sssm": NOT_DIVIDED, "2222": COUNTED_AGAIN,
     "2222m": KEPT,
 }  # fmt: skip
-
-
-def what_is_it(learner: Learner) -> str:
-    """Empty if ``no_sync()`` returns a context manager, else what it is instead."""
-    wrapper = learner.wrap(Branches())
-    if not hasattr(wrapper, "no_sync"):
-        return "missing"
-    learner.doing("wrapper.no_sync()", RECIPE)
-    context = wrapper.no_sync()
-    usable = hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")
-    return "" if usable else type(context).__name__
-
-
-def not_a_context_manager(evidence: list[str]) -> Iterator[Finding]:
-    kind = evidence[0]
-    if kind == "missing":
-        yield Finding(f"The class has no method no_sync. {RECIPE}")
-    elif kind == "generator":
-        yield Finding(
-            "no_sync() returns a bare generator: put @contextlib.contextmanager above the method."
-        )
-    elif kind:
-        yield Finding(
-            f"no_sync() returns {'None' if kind == 'NoneType' else f'a {kind}'}, which can't stand "
-            f"in a with statement. {RECIPE}"
-        )
 
 
 @dataclass
@@ -254,10 +229,6 @@ def decided_elsewhere(evidence: list[list[Seen]]) -> Iterator[Finding]:
         return
 
 
-class Interruption(Exception):
-    """Raised inside no_sync, on purpose."""
-
-
 def interrupt(learner: Learner) -> tuple[bool, list[Seen]]:
     """Whether an exception came through no_sync, and how training goes on after it."""
     trial = Trial(learner)
@@ -344,7 +315,7 @@ def grew(evidence: list[tuple[int, int]]) -> Iterator[Finding]:
 
 
 PROBES = [
-    Probe("what no_sync() returns", what_is_it, not_a_context_manager, (2,)),
+    context_probe("no_sync", RECIPE),
     Probe("three micro-batches in no_sync, two after it", accumulate, accumulated_wrongly, (3,)),
     Probe("forward and backward on two sides of no_sync", forward_here_backward_there,
           decided_elsewhere, (2,)),
