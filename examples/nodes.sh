@@ -40,6 +40,10 @@ else
     fi
 fi
 
+# Without this, torch 2.13's torchrun hands the ranks of a restart the addresses of those before
+# (pytorch issue 135712).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 # Ended itself, it ends them; and so does the end of whoever holds the other end of its input.
 trap 'kill $(jobs -p) 2>/dev/null' EXIT
 trap 'exit 143' TERM INT

@@ -8,8 +8,9 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 
 With ``--checkpoint FILE`` the state after every epoch is kept in a file, and a second run goes on
 from there. Together with torchrun's ``--max-restarts 3`` a training survives the death of a rank:
-torchrun ends the others, starts all of them again, and no more than an epoch is lost. On several
-nodes the file should lie where all of them can see it.
+torchrun ends the others and starts all of them again, and no more than an epoch is lost. (For that,
+torch 2.13's torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment; see nodes.sh.)
+On several nodes the file should lie where all of them can see it.
 
 Where every rank can have a GPU of its own, the model goes there and gradients travel by NCCL; else
 all stays on the CPU, and gradients travel by gloo. Make it your own: put your model, your data and
