@@ -34,14 +34,15 @@ ALL_RAN_OR_ONE_FAILED = """() =>
         .every(prompt => /^\\[\\d+\\]:$/.test(prompt.textContent))
     || document.querySelector(".jp-Notebook [data-mime-type='application/vnd.jupyter.error']")"""
 
-# JupyterLab shows an SVG as an image whose address holds all of it.
-PICTURES = """() => [...document.querySelectorAll(".jp-Notebook .jp-OutputArea-output img")].map(
-    img => {
-        const svg = decodeURIComponent(img.src.replace("data:image/svg+xml,", ""));
-        const root = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement;
-        return {alt: root.getAttribute("aria-label"), width: img.naturalWidth};
-    }
-)"""
+# An SVG is shown as an image whose address holds all of it; in HTML it stands as it is.
+SHOWN = ".jp-Notebook .jp-OutputArea-output :is(img, svg[role=img])"
+PICTURES = f"""() => [...document.querySelectorAll("{SHOWN}")].map(shown => {{
+    const text = shown.src && decodeURIComponent(shown.src.replace("data:image/svg+xml,", ""));
+    const svg = text ? new DOMParser().parseFromString(text, "image/svg+xml").firstChild : shown;
+    const width = text ? shown.naturalWidth : shown.getBoundingClientRect().width;
+    return {{alt: svg.getAttribute("aria-label"), width}};
+}})"""
+TEXT_OF_HTML = "html => new DOMParser().parseFromString(html, 'text/html').body.textContent"
 
 
 # The server.
@@ -186,6 +187,16 @@ class NotebookPage:
         self.page.wait_for_function(ALL_RAN_OR_ONE_FAILED, timeout=ALL_RUN)
         self.wait_until_idle()
 
+    def text_of_html(self, html: str) -> str:
+        """What is to be read where the page shows this HTML."""
+        return self.page.evaluate(TEXT_OF_HTML, html)
+
+    def write(self, index: int, source: str) -> None:
+        """Replace what stands in a code cell, by keyboard."""
+        self.page.locator(".jp-Notebook .jp-CodeCell .cm-content").nth(index).click()
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.insert_text(source)
+
     def pictures(self) -> list[dict]:
         """``alt`` and ``width`` in pixels, 0 where it can't be shown, of every picture shown."""
         return self.page.evaluate(PICTURES)
@@ -196,7 +207,7 @@ class NotebookPage:
         light = "true" if theme == "Light" else "false"
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", light)
         self.page.wait_for_load_state("networkidle")  # the theme's style sheet
-        images = self.page.locator(".jp-Notebook .jp-OutputArea-output img").all()
+        images = self.page.locator(SHOWN).all()
         seen = [standing_still(image) for image in images]
         self.screenshots |= {f"{theme.lower()}-{i}.png": png for i, png in enumerate(seen)}
         return seen

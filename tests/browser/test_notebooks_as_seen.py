@@ -1,5 +1,7 @@
 """The course as a learner sees it: notebooks opened and run in JupyterLab, in a real browser."""
 
+import json
+import re
 from io import BytesIO
 from xml.etree import ElementTree
 
@@ -7,12 +9,18 @@ import nbformat
 import pytest
 from jupyterlab import ROOT
 from PIL import Image, ImageChops
+from playwright.sync_api import expect
 from run_notebooks import IGNORED, find_notebooks
 
 NOTEBOOKS = ROOT / "notebooks"
 # Run from top to bottom; of the others, those with pictures are opened and looked at.
-RUN = [NOTEBOOKS / "04_backward_with_gradient_sync.ipynb"]
-SVG = "image/svg+xml"
+RUN = [
+    NOTEBOOKS / "04_backward_with_gradient_sync.ipynb",
+    NOTEBOOKS / "06_overlap_and_buckets.ipynb",
+]
+WITH_SLIDER = NOTEBOOKS / "06_overlap_and_buckets.ipynb"
+EXERCISE = NOTEBOOKS / "exercises" / "04_backward_with_gradient_sync.ipynb"
+SVG, HTML = "image/svg+xml", "text/html"
 
 
 def code_cells(path):
@@ -23,15 +31,20 @@ def code_cells(path):
 def stored_pictures(path):
     """The SVG of every picture stored in a notebook."""
     outputs = [output for cell in code_cells(path) for output in cell.outputs]
-    return [output.data[SVG] for output in outputs if SVG in output.get("data", {})]
+    kept = [output.data for output in outputs if "data" in output]
+    texts = [data.get(SVG, data.get(HTML, "")) for data in kept]
+    return [svg for text in texts for svg in re.findall(r"<svg role=.*?</svg>", text, re.DOTALL)]
 
 
-def stored_text(cell):
+def stored_text(cell, notebook):
     """What is to be read below a code cell; a picture is read by nobody."""
     texts = []
     for output in cell.outputs:
         data = output.get("data", {})
-        texts.append("" if SVG in data else data.get("text/plain", output.get("text")))
+        if HTML in data:
+            texts.append(notebook.text_of_html(data[HTML]))
+        else:
+            texts.append("" if SVG in data else data.get("text/plain", output.get("text")))
     return "\n".join(texts).rstrip()
 
 
@@ -70,15 +83,20 @@ def each(paths):
     )
 
 
+def check_outputs(notebook, path):
+    """All cells have run, and below each is to be read what is stored."""
+    for stored, shown in zip(code_cells(path), notebook.code_cells(), strict=True):
+        assert shown["prompt"] == f"[{stored.execution_count}]:"
+        if IGNORED not in stored.metadata.get("tags", ()):
+            assert shown["text"].rstrip() == stored_text(stored, notebook)
+
+
 @each(RUN)
 def test_run_all_cells_shows_the_stored_outputs(open_notebook, path):
     before = path.read_bytes()
     notebook = open_notebook(path)
     notebook.run_all()
-    for stored, shown in zip(code_cells(path), notebook.code_cells(), strict=True):
-        assert shown["prompt"] == f"[{stored.execution_count}]:"
-        if IGNORED not in stored.metadata.get("tags", ()):
-            assert shown["text"].rstrip() == stored_text(stored)
+    check_outputs(notebook, path)
     check_pictures(notebook, stored_pictures(path))
     assert notebook.complaints == []
     assert path.read_bytes() == before
@@ -89,3 +107,38 @@ def test_stored_pictures_show_as_soon_as_a_notebook_is_open(open_notebook, path)
     notebook = open_notebook(path)
     check_pictures(notebook, stored_pictures(path))
     assert notebook.complaints == []
+
+
+def test_an_exercise_answers_the_learner(open_notebook):
+    """First it is run untouched; then a learner, here the solution, writes an answer."""
+    before = EXERCISE.read_bytes()
+    notebook = open_notebook(EXERCISE)
+    notebook.run_all()
+    check_outputs(notebook, EXERCISE)
+    assert "Still to do" in notebook.code_cells()[-1]["text"]
+
+    solution = EXERCISE.parent / "solutions" / EXERCISE.name
+    sources = [cell.source for cell in code_cells(solution)]
+    (place,) = [i for i, cell in enumerate(code_cells(EXERCISE)) if cell.source != sources[i]]
+    notebook.write(place, sources[place])
+    notebook.run_all()
+    expected = stored_text(code_cells(solution)[-1], notebook)
+    assert notebook.code_cells()[-1]["text"].rstrip() == expected
+    assert "average     passed" in expected
+    assert notebook.complaints == []
+    assert EXERCISE.read_bytes() == before
+
+
+def test_a_slider_goes_through_the_events_one_by_one(open_notebook):
+    page = open_notebook(WITH_SLIDER).page
+    slider = page.locator(".jp-OutputArea-output input[type=range]").first
+    words = slider.locator("xpath=..").locator("output")
+    curtain = slider.locator("xpath=..").locator("[data-curtain]")
+    steps = [event for _, event in json.loads(slider.get_attribute("data-steps"))]
+    heights = []
+    for step in (0, 1, len(steps) - 1):
+        slider.fill(str(step))
+        expect(words).to_have_text(steps[step])
+        heights.append(curtain.bounding_box()["height"])
+    assert heights == sorted(heights, reverse=True)
+    assert heights[0] > heights[1] > heights[2] == 0
