@@ -34,13 +34,15 @@ class Event:
 class Collective:
     """A collective that a rank has started: ``kind`` is torch's name for it, such as "all_reduce".
 
-    ``nbytes`` and ``dtype`` belong to the tensor that was given. ``bucket`` is the bucket's place
+    ``ranks`` are those of its process group. ``nbytes`` and ``dtype`` belong to the tensor that was
+    given. ``bucket`` is the bucket's place
     in launch order where it carries a bucket, ``names`` the parameters whose gradients it carries.
     ``launched`` and ``done`` are in seconds; ``done`` is ``None`` if its end was not seen, and may
     lie before the rank began to wait.
     """
 
     kind: str
+    ranks: tuple[int, ...]
     nbytes: int
     dtype: str
     bucket: int | None

@@ -3,10 +3,11 @@
 The picture (``timeline_picture``) has the same rows and the same words.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ddp_teach.canvas import count, elide
-from ddp_teach.timeline import Timeline
+from ddp_teach.timeline import Collective, Timeline
 
 MOST_ROWS = 60  # of one rank; where there are more, those in the middle are left out
 BEGINS = {"forward": "forward begins", "backward": "backward begins", "step": "optimizer steps"}
@@ -118,12 +119,21 @@ def notes(timelines: Sequence[Timeline], by: str) -> list[str]:
 
 
 def mismatch(timelines: Sequence[Timeline]) -> list[str]:
-    """A line about the first collective of gradients that does not carry the same on all ranks."""
-    carried = [[c for c in timeline.collectives if c.names] for timeline in timelines]
-    for i in range(max(map(len, carried), default=0)):
-        each = [c[i] if i < len(c) else None for c in carried]
-        if len({c and (c.kind, c.bucket, c.names) for c in each}) > 1:
-            pairs = zip(timelines, each, strict=True)
-            said = ", ".join(f"{c.label if c else 'none'} on rank {t.rank}" for t, c in pairs)
-            return [f"The ranks send different things: collective {i + 1} is {said}."]
+    """A line about the first collective that does not carry the same gradients on all ranks.
+
+    The n-th collective of a rank meets the n-th of the others in its process group. Where it isn't
+    known what one of them carries (the zeros of a rank that has joined), nothing is said.
+    """
+    met: dict[tuple, list[tuple[Timeline, Collective]]] = {}
+    for timeline in timelines:
+        nth: Counter = Counter()
+        for collective in timeline.collectives:
+            place = collective.ranks, nth[collective.ranks]
+            nth[collective.ranks] += 1
+            if collective.names:
+                met.setdefault(place, []).append((timeline, collective))
+    for (_, n), each in sorted(met.items(), key=lambda item: item[0][1]):
+        if len({c.names for _, c in each}) > 1:
+            said = ", ".join(f"{c.label} on rank {t.rank}" for t, c in each)
+            return [f"The ranks send different things: collective {n + 1} is {said}."]
     return []

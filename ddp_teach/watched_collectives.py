@@ -1,7 +1,8 @@
 """Collectives that are noted on their way: which tensor is sent, what is in it, who waits for it.
 
 For as long as a trace runs, the functions of ``torch.distributed`` are replaced by ones that note
-the call, pass it on, and return what notes its ``wait()``.
+the call, pass it on, and return what notes its ``wait()``; for torch's class, which does not call
+them, torch's dispatcher is watched instead.
 """
 
 import threading
@@ -35,25 +36,24 @@ class CollectiveWatch:
     def __init__(self, recorder: "Recorder", model: nn.Module, params: Mapping[str, nn.Parameter]):
         self.recorder, self.model, self.params = recorder, model, params
         self.waiting: list[str] = []  # gradients that are ready and in no collective yet
-        self.calling = False  # whether a replaced function is calling its collective
         self.lock = threading.Lock()  # hooks may launch from another thread
 
     def attach(self, stack: ExitStack) -> None:
-        """Replace the functions until ``stack`` closes."""
+        """Watch until ``stack`` closes."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            # It starts its all-reduces in C++. Nothing is replaced: in join it hands what
+            # dist.all_reduce returns to C++ code, which can't take a WatchedWork.
+            stack.enter_context(InDispatcher(self))
+            return
         for name in REPLACED:
             replace(stack, dist, name, self._watched)
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            stack.enter_context(InDispatcher(self))
 
     def _watched(self, collective: Callable) -> Callable:
         def watched(*args: Any, **kwargs: Any) -> Any:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            number = self.launched(collective.__name__, given[0] if given else None)
-            self.calling = True
-            try:
-                work = collective(*args, **kwargs)
-            finally:
-                self.calling = False
+            groups = (x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup))
+            number = self.launched(collective.__name__, given[:1], next(groups, None))
+            work = collective(*args, **kwargs)
             if work is None:
                 self._waited_at_once(number)
                 return None
@@ -63,16 +63,18 @@ class CollectiveWatch:
 
         return watched
 
-    def launched(self, kind: str, tensor: Tensor | None) -> int:
-        """Note a launch; returns its place in ``timeline.collectives``."""
-        bucket, names = (None, ()) if tensor is None else self._contents(tensor)
+    def launched(self, kind: str, given: list[Tensor], group: dist.ProcessGroup | None) -> int:
+        """Note a launch; returns its place in ``timeline.collectives``. ``given`` is one tensor, or
+        none (a barrier)."""
+        bucket, names = self._contents(given[0]) if given else (None, ())
         self.waiting = [name for name in self.waiting if name not in names]
-        nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
+        ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else ()
         timeline = self.recorder.timeline
         with self.lock:
             number = len(timeline.collectives)
-            about = Collective(kind, nbytes, dtype, bucket, names, self.recorder.now())
+            about = Collective(kind, ranks, nbytes, dtype, bucket, names, self.recorder.now())
             timeline.collectives.append(about)
             timeline.add("launch", about.launched, collective=number)
         return number
@@ -128,7 +130,7 @@ class WatchedWork:
 
 
 class InDispatcher(TorchDispatchMode):
-    """Sees collectives that C++ code starts, on their way to the process group."""
+    """Sees collectives on their way to the process group, wherever they come from."""
 
     def __init__(self, watch: CollectiveWatch):
         super().__init__()
@@ -137,10 +139,11 @@ class InDispatcher(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func.namespace == "c10d" and not self.watch.calling:
+        if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             given = [x for x in (args[0] if args else ()) if isinstance(x, Tensor)]
-            self.watch.launched(NAMES.get(name, name), given[0] if given else None)
+            group = self.watch.model.process_group
+            self.watch.launched(NAMES.get(name, name), given[:1], group)
         return func(*args, **(kwargs or {}))
 
 

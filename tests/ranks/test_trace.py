@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -307,6 +308,48 @@ def test_tracing_changes_no_number(wrap):
     plain, traced = launch(traced_numbers, wrap, False), launch(traced_numbers, wrap, True)
     for one, other in zip(plain, traced, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def join_uneven(wrap, traced):
+    """The gradients of rank + 1 backward passes in join, and the timeline."""
+    rank = dist.get_rank()
+    wrapper, seen = wrap(line()), []
+    with (
+        trace(wrapper) if traced else nullcontext() as timeline,
+        wrapper.join(divide_by_initial_world_size=False),
+    ):
+        for _ in range(rank + 1):
+            wrapper.zero_grad()
+            wrapper(torch.tensor([[rank + 1.0]])).sum().backward()
+            seen.append(wrapper.module.weight.grad.item())
+    return seen, timeline
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, TORCHS])
+def test_in_join_collectives_work_as_ever_and_unknown_zeros_are_no_mismatch(wrap):
+    """In join torch's class hands to C++ code what an all-reduce has returned."""
+    plain, traced = launch(join_uneven, wrap, False), launch(join_uneven, wrap, True)
+    assert [seen for seen, _ in traced] == [seen for seen, _ in plain] == [[1.5], [1.5, 2.0]]
+    assert "different things" not in repr(plot([timeline for _, timeline in traced]))
+
+
+def in_a_group():
+    """Ranks 1 and 2 train together, in a group of their own; rank 0 sends something before."""
+    rank = dist.get_rank()
+    group = [dist.new_group(ranks) for ranks in ([0], [1, 2])][min(rank, 1)]
+    wrapper = DistributedDataParallel(line(), process_group=group)
+    with trace(wrapper) as timeline:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert isinstance(work, dist.Work) and work.wait() and work.is_completed()
+        wrapper(torch.ones(1, 1)).sum().backward()
+    return timeline
+
+
+def test_the_ranks_of_a_collective_are_those_of_its_group():
+    for rank, timeline in enumerate(launch(in_a_group, nprocs=3)):
+        first, second, *_ = timeline.collectives
+        assert (first.ranks, first.names) == ((0, 1, 2), ())
+        assert (second.ranks, second.names) == ([(0,), (1, 2), (1, 2)][rank], ("weight",))
 
 
 # In one process.
