@@ -38,8 +38,9 @@ WRAPPERS = {"ddp_teach": ddp_teach.DDP, "torch": nn.parallel.DistributedDataPara
 A_YEAR = 365 * 24 * 3600.0  # seconds; launch gives ranks up after a while, training takes its time
 
 
-def train(options: argparse.Namespace) -> float:
-    """Train on this rank, with the others; returns the loss on new text, the same on all ranks."""
+def train(options: argparse.Namespace) -> list[float]:
+    """Train on this rank, together with the others; returns the loss on new text after each epoch,
+    the same on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     training = Windows(make_text(seed=options.seed), count=options.windows)
@@ -48,18 +49,19 @@ def train(options: argparse.Namespace) -> float:
     torch.manual_seed(options.seed)
     model = WRAPPERS[options.ddp](CharacterModel().to(device))
     optimizer = torch.optim.Adam(model.parameters(), options.lr)
-    start = resume(options.checkpoint, model.module, optimizer)
-    for epoch in range(start, options.epochs):
+    history = resume(options.checkpoint, model.module, optimizer)
+    for epoch in range(len(history), options.epochs):
         # Without this every epoch would have the order of the first.
         loader.sampler.set_epoch(epoch)
         # Dropout and the like: other numbers on every rank, the same ones after a restart.
         torch.manual_seed((options.seed + epoch) * world_size + rank)
         losses = train_epoch(model, progress(loader, f"epoch {epoch + 1}"), optimizer)
-        loss = evaluate(model.module, validation, device)
+        history.append(evaluate(model.module, validation, device))
         if rank == 0:
-            save(options.checkpoint, model.module, optimizer, epoch + 1)
-            print(f"epoch {epoch + 1}: loss {losses[-1]:.3f}, on new text {loss:.3f}", flush=True)
-    return evaluate(model.module, validation, device)
+            save(options.checkpoint, model.module, optimizer, history)
+            what = f"epoch {epoch + 1}: loss {losses[-1]:.3f}, on new text {history[-1]:.3f}"
+            print(what, flush=True)
+    return history
 
 
 @torch.no_grad()
@@ -80,12 +82,14 @@ def evaluate(model: nn.Module, data: Dataset, device: torch.device) -> float:
     return (total[0] / total[1]).item()
 
 
-def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Keep the state after ``epoch`` epochs; whoever finds the file finds all of it."""
+def save(
+    path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, history: list[float]
+) -> None:
+    """Keep the state after ``len(history)`` epochs; whoever finds the file finds all of it."""
     if path is None:
         return
     # Without the wrapper: such a file loads with ddp_teach's class, with torch's, and with none.
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         torch.save(state, file)
@@ -94,22 +98,22 @@ def save(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, 
     part.replace(path)
 
 
-def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load what ``save`` kept, if there is any; returns how many epochs are done.
+def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Load what ``save`` kept, if there is any; returns the history of the epochs that are done.
 
     Rank 0 reads the file and tells the others, so that all agree on where to go on.
     """
-    state: list[Any] = [None]
+    found: list[Any] = [None]
     if path is not None and dist.get_rank() == 0 and path.exists():
-        state = [torch.load(path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(state, src=0)
-    if state[0] is None:
-        return 0
-    model.load_state_dict(state[0]["model"])
-    optimizer.load_state_dict(state[0]["optimizer"])
+        found = [torch.load(path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return []
+    model.load_state_dict(found[0]["model"])
+    optimizer.load_state_dict(found[0]["optimizer"])
     if dist.get_rank() == 0:
-        print(f"goes on after epoch {state[0]['epoch']}", flush=True)
-    return state[0]["epoch"]
+        print(f"goes on after epoch {len(found[0]['history'])}", flush=True)
+    return found[0]["history"]
 
 
 def progress(batches: Iterable, what: str) -> Iterator:
@@ -130,10 +134,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     about = "Train a character model on one or more ranks."
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--nprocs", type=int, help="ranks; 1 if not given; torchrun decides itself")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
     parser.add_argument("--windows", type=int, default=512, help="pieces of text to learn from")
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of Adam")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="file with the state, to go on from")
     parser.add_argument("--ddp", choices=WRAPPERS, default="ddp_teach", help="whose class wraps it")
