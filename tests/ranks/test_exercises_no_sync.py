@@ -1,0 +1,30 @@
+"""The check of step no_sync: right wrappers of several styles pass, planted faults are named."""
+
+import pytest
+from complete_wrappers import COMPLETE
+from in_one_launch import assert_is_named, assert_is_stopped, find_all
+from planted_no_sync import NO_SYNC, STOPPED
+
+pytestmark = pytest.mark.no_sync
+
+RIGHT = [*COMPLETE, *NO_SYNC.right]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return find_all("no_sync", [*RIGHT, *(cls for cls, _ in NO_SYNC.wrong)])
+
+
+@pytest.mark.parametrize("cls", RIGHT)
+def test_a_right_wrapper_passes(found, cls):
+    assert found[cls] == []
+
+
+@pytest.mark.parametrize(("cls", "words"), NO_SYNC.wrong)
+def test_a_planted_fault_is_named(found, cls, words):
+    assert_is_named(found[cls], words)
+
+
+@pytest.mark.parametrize(("cls", "words"), STOPPED.wrong)
+def test_a_wrapper_that_hangs_is_stopped_and_told_why(cls, words):
+    assert_is_stopped("no_sync", cls, words)
