@@ -68,9 +68,8 @@ def judge_sizes(evidence: Sequence[Sent]) -> Iterator[Finding]:
     limit, largest = CAP + max(sent.sizes), max(e.nbytes for e in sent.by_cap[CAP])
     if largest > limit:
         yield Finding(
-            f"With a cap of {CAP} bytes (bucket_cap_mb={CAP}/2**20) a bucket of {largest} bytes is "
-            f"sent: {cause(sent)} Parameters of {max(sent.sizes)} bytes at most leave no need for "
-            "that.",
+            f"With a cap of {CAP} bytes (bucket_cap_mb={CAP}/2**20) there is a bucket of {largest} "
+            f"bytes, though no parameter has more than {max(sent.sizes)}. {cause(sent)}",
             f"largest bucket, in bytes, for a cap of {CAP}",
             tuple(f"{CAP}, or little more" for _ in evidence),
             tuple(str(max(e.nbytes for e in seen.by_cap[CAP])) for seen in evidence),
@@ -86,7 +85,9 @@ def cause(sent: Sent) -> str:
     """Why a bucket may be too large."""
     if len(sent.by_cap[CAP]) == len(sent.by_cap[None]) == len(sent.by_cap[1]):
         return "bucket_cap_mb has no effect."
-    return "the cap is in MiB, 1 MiB is 2**20 bytes, and elements have 4 or more bytes each."
+    if max(sum(numel for numel, _ in event.tensors) for event in sent.by_cap[CAP]) <= CAP:
+        return "The cap counts bytes, not elements: numel() * element_size()."
+    return "The cap is in MiB: 1 MiB is 2**20 bytes."
 
 
 PROBES = [

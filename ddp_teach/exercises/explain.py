@@ -150,14 +150,16 @@ def waits(steps: Sequence[Step]) -> str:
     return f"Of {many} on rank 0, {started - missing} {were} waited for."
 
 
-def sent(steps: Sequence[Step]) -> str:
-    """Whether all bytes of the gradients were sent; empty if they were."""
+def not_sent(steps: Sequence[Step]) -> str:
+    """That not all bytes of the gradients were sent, and why perhaps; empty if they were."""
     gradients = [g for g in steps[0].local.values() if g is not None]
     needed = sum(g.numel() * g.element_size() for g in gradients)
-    if not collectives(steps[0]):
-        return "No collective was started."
     done = sum(event.nbytes for event in steps[0].events)
-    return f"Only {done} of {needed} bytes were sent." if done < needed else ""
+    if done >= needed:
+        return ""
+    started = collectives(steps[0])
+    what = f"Only {done} of {needed} bytes were sent." if started else "No collective was started."
+    return f"{what} {steps[0].told}".strip()
 
 
 def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], on: str) -> str:
@@ -221,9 +223,9 @@ def own_text(weight: float, ranks: list[int], steps: Sequence[Step], on: str) ->
             "need the result."
         )
     if weight == 1:
-        why = sent(steps) or "They were sent, but the mean did not get into .grad."
-        return " ".join([f"are still the local ones on {on}@.", why, steps[0].told]).strip()
-    why = sent(steps) or "They were sent, but the sum did not get into .grad."
+        why = not_sent(steps) or "They were sent, but the mean did not get into .grad."
+        return f"are still the local ones on {on}@. {why}"
+    why = not_sent(steps) or "They were sent, but the sum did not get into .grad."
     return f"are {weight:.3g} times the local ones on {on}@: divided, but not added up. {why}"
 
 

@@ -29,7 +29,7 @@ class Step:
     changed: list[str]  # parameters whose values were not the same after backward
     events: list[Event]  # from backward on
     late: int | None = None  # the rank that came late
-    told: str = ""  # what a hint may add if nothing was averaged at all
+    told: str = ""  # what a hint may add about gradients that were not sent
     tied: dict[str, list[str]] = field(default_factory=dict)  # by name: all names of the parameter
 
 
@@ -88,18 +88,20 @@ def train(
         changed = [name for name, value in values(module).items() if not value.equal(weights[name])]
         events += learner.events
         found = gradients(reference), before, gradients(module), changed, events
-        steps.append(Step(*found, late, missing_call(learner, wrapper), all_names(module)))
+        steps.append(Step(*found, late, advice or likely(learner, wrapper), all_names(module)))
         optimizer.step()
     return steps
 
 
-def missing_call(learner: Learner, wrapper: nn.Module) -> str:
-    """A likely reason if no rank has averaged anything."""
-    if hasattr(wrapper, "sync_gradients") == (learner.step == "average"):
-        return ""
-    if learner.step == "average":
+def likely(learner: Learner, wrapper: nn.Module) -> str:
+    """A likely reason if gradients were not sent."""
+    if learner.step == "average" and not hasattr(wrapper, "sync_gradients"):
         return "There is no method sync_gradients() to call."
-    return "Nobody calls sync_gradients() in this step: backward() itself has to do it, by hooks."
+    if learner.step != "average" and hasattr(wrapper, "sync_gradients"):
+        return "Nobody calls sync_gradients() in this step: backward() has to do it, by hooks."
+    if learner.accepts("bucket_cap_mb"):
+        return "A bucket that is not full when backward ends has to travel, too."
+    return ""
 
 
 def gradients(module: nn.Module) -> Gradients:

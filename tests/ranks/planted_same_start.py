@@ -203,12 +203,9 @@ class AtTheFirstForward(ForwardOnly):
 class UntiesWeights(Broadcasts):
     def start(self):
         super().start()
-        for layer in self.module.modules():
-            if isinstance(layer, nn.Linear) and layer.weight is not None:
-                if any(
-                    name == "tied.last" for name, m in self.module.named_modules() if m is layer
-                ):
-                    layer.weight = nn.Parameter(layer.weight.clone())
+        for name, layer in self.module.named_modules():
+            if name == "tied.last":
+                layer.weight = nn.Parameter(layer.weight.clone())
 
 
 @fault(SAME_START, "requires_grad")

@@ -1,4 +1,4 @@
-"""The check of step average: right wrappers in several styles pass, every planted fault is named."""
+"""The check of one step: right wrappers in several styles pass, every planted fault is named."""
 
 import pytest
 from planted import assert_is_named, assert_passes

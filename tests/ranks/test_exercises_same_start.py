@@ -1,8 +1,8 @@
-"""The check of step same_start: right wrappers in several styles pass, every planted fault is named."""
+"""The check of one step: right wrappers in several styles pass, every planted fault is named."""
 
 import pytest
 from planted import assert_is_named, assert_passes
-from planted_same_start import SAME_START, RIGHT_ELSEWHERE
+from planted_same_start import RIGHT_ELSEWHERE, SAME_START
 
 pytestmark = pytest.mark.same_start
 
