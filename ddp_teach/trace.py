@@ -51,9 +51,10 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     gradients that got ready since the last collective.
 
     Torch's own class starts its all-reduces in C++ and waits for them there. The starts are seen in
-    torch's dispatcher, which makes every operation a little slower; the waits are not seen, nor
-    when a collective is done. With a communication hook waits are not seen either: its futures
-    can't be watched. On a GPU the times are the host's: when work was handed over.
+    torch's dispatcher, which slows every operation down, so take its order and not its times; the
+    waits are not seen, nor when a collective is done. With a communication hook waits are not seen
+    either: its futures can't be watched. On a GPU the times are the host's: when work was handed
+    over.
 
     Raises ``TypeError`` if ``model`` is no module, ``RuntimeError`` if another trace is running in
     this process.
