@@ -20,7 +20,7 @@ from ddp_teach.canvas import (
     text_width,
     tint,
 )
-from ddp_teach.timeline import LASTING, Timeline, side_by_side
+from ddp_teach.timeline import LASTING, Collective, Timeline, side_by_side
 from ddp_teach.timeline_scale import ROW, TIME_HEIGHT, TOP, ByOrder, ByTime, bounds
 from ddp_teach.timeline_text import carrier_of, mismatch, notes, numbers_of, text_of
 
@@ -130,10 +130,11 @@ class Compute:
         top, height = self.scale.top(i), self.scale.low(end) - self.scale.top(i)
         x, width = self.x + inset, self.width - 1.5 * inset
         if height < 5:
-            self.canvas.box(x, top - 0.75, width, max(height, 1.5), edge)
+            self.canvas.box(x, top - 0.75, width, max(height, 1.5), PALE if edge == INK else edge)
         else:
             self.canvas.box(x, top + 0.5, width, height - 1, color, None if color == edge else edge)
-        if (height if height >= 5 else self._room_below(i)) >= 11 <= self._room_below(i):
+        fits = self._room_below(i) >= 11 and (height < 5 or height >= 13)
+        if fits and self.scale.shows(i):
             shorter = words.replace("all-reduce of ", ""), words.split(" for ")[0]
             words = fitting([words, *shorter], width - 8)
             self.canvas.text(x + 5, top + 7.5, words, SMALL, **how)
@@ -149,24 +150,29 @@ class Compute:
 def draw_collectives(canvas: Canvas, scale: ByOrder | ByTime, x: float, width: float) -> None:
     timeline, numbers = scale.timeline, numbers_of(scale.timeline)
     launches = [i for i, event in enumerate(timeline.events) if event.kind == "launch"]
-    extents = [(scale.top(i), scale.end_of(k)) for k, i in enumerate(launches)]
-    slots = side_by_side(extents)
+    bars = [(k, scale.top(i), scale.end_of(k)) for k, i in enumerate(launches)]
+    bars = [(k, *ends) for k, *ends in bars if ends[1] - ends[0] > ROW or scale.shows(launches[k])]
+    slots = side_by_side([(top, low) for _, top, low in bars])
     each = width / (max(slots, default=0) + 1)
-    for k, (top, low) in enumerate(extents):
-        if low - top <= ROW and not scale.shows(launches[k]):
-            continue
-        collective, at = timeline.collectives[k], x + each * slots[k]
+    for (k, top, low), slot in zip(bars, slots, strict=True):
         color = PALE if numbers[k] is None else bucket_color(numbers[k])
-        if low - top < 5:
-            canvas.box(at + 1, top - 0.75, each - 2, max(low - top, 1.5), color)
-        else:
-            canvas.box(at + 1, top + 0.5, each - 2, low - top - 1, tint(color, 0.5), color)
-        number = "" if collective.bucket is None else str(collective.bucket)
-        lines = [fitting([collective.label, number], each - 8)]
-        lines += fitting([readable_bytes(collective.nbytes), ""], each - 8).splitlines()
-        for j, words in enumerate(lines):
-            if low - top >= ROW * (j + 1) - 3:
-                canvas.text(at + 4, top + ROW / 2 + 11 * j, words, SMALL)
+        place = x + each * slot + 1, top, max(each - 2, 0.6), low - top
+        draw_collective(canvas, timeline.collectives[k], place, color)
+
+
+def draw_collective(canvas: Canvas, collective: Collective, place: tuple, color: str) -> None:
+    x, top, width, height = place
+    if height < 5:
+        canvas.box(x, top - 0.75, width, max(height, 1.5), color)
+    else:
+        edge = color if width > 8 else None
+        canvas.box(x, top + 0.5, width, height - 1, tint(color, 0.5), edge)
+    number = "" if collective.bucket is None else str(collective.bucket)
+    lines = [fitting([collective.label, number], width - 6)]
+    lines += fitting([readable_bytes(collective.nbytes), ""], width - 6).splitlines()
+    for j, words in enumerate(lines):
+        if height >= ROW * (j + 1) - 3:
+            canvas.text(x + 3, top + ROW / 2 + 11 * j, words, SMALL)
 
 
 def fitting(choices: Sequence[str], width: float) -> str:

@@ -90,6 +90,16 @@ def long():
     return script.timeline
 
 
+def crowded():
+    """As many collectives at once as a model of 150 parameters has with a hook for each."""
+    script = Script(model="OverlappedHooks").add("forward", "forward end", "backward")
+    for i in range(150):
+        script.gradient(f"{i}.weight").launch(f"{i}.weight")
+    for i in range(150):
+        script.wait(i)
+    return script.add("backward end").timeline
+
+
 def broken():
     """A backward that an exception broke off, with a collective under way and one in a forward."""
     script = Script().add("forward").launch(kind="broadcast").add("forward end", "backward")
@@ -194,6 +204,7 @@ RANKS = {
     "after backward": lambda: [after_backward()] * 3,
     "torch": lambda: [torchs_class()] * 2,
     "long": lambda: [long()],
+    "crowded": lambda: [crowded()] * 2,
     "nine ranks": lambda: [two_buckets(rank) for rank in range(9)],
     "broken off": lambda: [broken()],
     "nothing happened": lambda: [Script().timeline],
@@ -227,6 +238,14 @@ def test_no_text_overlaps_another_or_leaves_the_card(picture):
         assert card.y0 <= box.y0 and box.y1 <= card.y1, words
     for (words, box), (others, other) in combinations(boxes, 2):
         assert not box.overlaps(other), f"{words!r} and {others!r}"
+
+
+def test_no_box_is_without_size_or_leaves_the_card(picture):
+    width, height = (72 * inches for inches in picture.figure.get_size_inches())
+    for patch in picture.figure.axes[0].patches:
+        extent = patch.get_path().get_extents(patch.get_patch_transform())
+        assert extent.width > 0 and extent.height > 0
+        assert extent.x0 >= 0 and extent.x1 <= width and extent.y0 >= 0 and extent.y1 <= height
 
 
 def test_the_svg_has_an_alternative_text(picture, timelines):
