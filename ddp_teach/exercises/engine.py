@@ -98,32 +98,32 @@ def try_on(
     if not chosen:
         return None
     text = io.StringIO()
-    error, failed, findings = None, None, []
     try:
         with contextlib.redirect_stdout(text):
             results = launch(run_all, cls, step, chosen, nprocs=world_size, timeout=limit)
-    except LaunchError as caught:
-        error = caught
-    journals = read_journals(text.getvalue(), world_size)
-    quiet = time.time() - max(journal.last_word for journal in journals)
-    if isinstance(error, LaunchTimeout) and limit < SLOW_LIMIT and quiet < QUIET:
-        return try_on(world_size, cls, step, probes, SLOW_LIMIT)
-    if error is not None:
+    except LaunchError as error:
+        journals = read_journals(text.getvalue(), world_size)
+        quiet = time.time() - max(journal.last_word for journal in journals)
+        if isinstance(error, LaunchTimeout) and limit < SLOW_LIMIT and quiet < QUIET:
+            return try_on(world_size, cls, step, probes, SLOW_LIMIT)
         failed = max(journal.probe for journal in journals)
         # What the probes before had seen is gone with the ranks. A mistake there is the cause.
-        if earlier := try_on(world_size, cls, step, chosen[:failed]):
-            return earlier
-        if chosen[failed].advise:
-            for journal in journals:
-                journal.advice = chosen[failed].advise(journals)
-        findings = [finding_of(error, journals)]
-    else:
-        for failed, evidence in enumerate(zip(*results, strict=True)):
-            findings = list(chosen[failed].diagnose(list(evidence)))
-            if findings:
-                break
-    printed = [journal.printed[failed] for journal in journals]
-    return Mistake(chosen[failed], world_size, findings, printed) if findings else None
+        earlier = try_on(world_size, cls, step, chosen[:failed])
+        return earlier or crash_of(chosen[failed], error, journals)
+    journals = read_journals(text.getvalue(), world_size)
+    for number, (probe, *evidence) in enumerate(zip(chosen, *results, strict=True)):
+        if findings := list(probe.diagnose(evidence)):
+            return Mistake(probe, world_size, findings, [j.printed[number] for j in journals])
+    return None
+
+
+def crash_of(probe: Probe, error: LaunchError, journals: Sequence[Journal]) -> Mistake:
+    """The mistake that ended a launch in the middle of this probe."""
+    if probe.advise:
+        for journal in journals:
+            journal.advice = probe.advise(journals)
+    printed = [journal.printed[journal.probe] for journal in journals]
+    return Mistake(probe, len(journals), [finding_of(error, journals)], printed)
 
 
 def run_all(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> list[Any]:

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ddp_teach.exercises.mixture import Mixture, close, expected_gradients, high, mixture_of
+from ddp_teach.exercises.mixture import close, expected_gradients, mixture_of
 from ddp_teach.exercises.probe import Finding, not_waited_for, ranks_text
 from ddp_teach.exercises.training import Step
+from ddp_teach.exercises.verdicts import of_mixtures
+from ddp_teach.exercises.wording import first_difference, number_texts, some
 
-MOST_NAMES = 3
 WAIT = "Call wait() on each before you use it."
 EARLY = "are read before they are there"
 
@@ -136,166 +137,10 @@ def too_early(name: str, iterations: Sequence[Sequence[Step]]) -> bool:
     return torn and not all(on_late)
 
 
-def collectives(step: Step) -> int:
-    """How many collectives the rank started."""
-    return sum(event.collective for event in step.events)
-
-
 def waits(steps: Sequence[Step]) -> str:
     """How many collectives were started and how many of them waited for, on rank 0."""
     missing = not_waited_for(steps[0].events)
-    started = collectives(steps[0])
+    started = steps[0].collectives
     were = "were" if started - missing != 1 else "was"
     many = f"{started} collective{'s'[: started > 1]}"
     return f"Of {many} on rank 0, {started - missing} {were} waited for."
-
-
-def not_sent(steps: Sequence[Step]) -> str:
-    """That not all bytes of the gradients were sent, and why perhaps; empty if they were."""
-    gradients = [g for g in steps[0].local.values() if g is not None]
-    needed = sum(g.numel() * g.element_size() for g in gradients)
-    done = sum(event.nbytes for event in steps[0].events)
-    if done >= needed:
-        return ""
-    started = collectives(steps[0])
-    what = f"Only {done} of {needed} bytes were sent." if started else "No collective was started."
-    return f"{what} {steps[0].told}".strip()
-
-
-def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], on: str) -> str:
-    """The verdict where it is known for every wrong rank what its gradient is made of."""
-    size = len(steps)
-    others = [mixture.others(name) for mixture in mixtures.values()]
-    rows = {rank: mixture.of_ranks(name, size) for rank, mixture in mixtures.items()}
-    if any(others):
-        return of_others(name, others, rows, on)
-    if all(max(row) - min(row) < 2e-3 * max(map(abs, row)) for row in rows.values()):
-        ratios = {round(sum(row), 2) for row in rows.values()}
-        if len(ratios) == 1:
-            return ratio_text(ratios.pop(), size, on)
-    own = {round(row[rank], 3) for rank, row in rows.items()}
-    only_own = all(sum(map(abs, row)) == abs(row[rank]) for rank, row in rows.items())
-    if only_own and len(own) == 1:
-        return own_text(own.pop(), list(rows), steps, on)
-    sources = {tuple(row) for row in rows.values()}
-    if len(sources) == 1 and sorted(row := sources.pop())[-2:] == [0.0, 1.0]:
-        source = row.index(1.0)
-        return (
-            f"are those of rank {source} on {on}@: copied from one rank, not averaged over "
-            "all. Every rank's data counts: use an all-reduce."
-        )
-    return f"are {mixed(rows)}@; the mean is {1 / size:.3g} of every rank."
-
-
-def ratio_text(ratio: float, size: int, on: str) -> str:
-    """For a gradient that is ``ratio`` times the mean."""
-    if ratio == 0:
-        return f"are all zero on {on}@."
-    if ratio < 0:
-        return f"have the wrong sign on {on}@: {ratio:g} times the mean."
-    what = (
-        f"are {ratio:.1f} times too large" if ratio > 1 else f"are {1 / ratio:.1f} times too small"
-    )
-    divisor = size / ratio
-    if abs(ratio - size) < 0.02:
-        why = "summed, not averaged. Divide by the world size."
-    elif abs(divisor - size * size) < 0.05 * size:
-        why = f"divided by the world size twice, by {size} and by {size} again."
-    elif abs(ratio - size * size) < 0.05 * size:
-        why = "summed twice, and never divided by the world size."
-    elif abs(divisor - round(divisor)) < 0.02 * divisor:
-        why = (
-            f"the sum was divided by {round(divisor)}, but there are {size} ranks. "
-            "dist.get_world_size() tells how many."
-        )
-    else:
-        why = f"the sum was divided by {divisor:.3g}, but there are {size} ranks."
-    return f"{what} on {on}@: {why}"
-
-
-def own_text(weight: float, ranks: list[int], steps: Sequence[Step], on: str) -> str:
-    """For a gradient that holds ``weight`` times the rank's own and nothing of the others'."""
-    size = len(steps)
-    if len(ranks) < size:
-        rest = ranks_text([rank for rank in range(size) if rank not in ranks], size)
-        return (
-            f"are the mean on {rest} only@; {on} still holds its own local gradient. All ranks "
-            "need the result."
-        )
-    if weight == 1:
-        why = not_sent(steps) or "They were sent, but the mean did not get into .grad."
-        return f"are still the local ones on {on}@. {why}"
-    why = not_sent(steps) or "They were sent, but the sum did not get into .grad."
-    return f"are {weight:.3g} times the local ones on {on}@: divided, but not added up. {why}"
-
-
-def of_others(name: str, others: list[dict], rows: dict[int, list[float]], on: str) -> str:
-    """For a gradient in which there is something that does not belong there."""
-    kinds = {part[0] for parts in others for part in parts}
-    if kinds == {"last"}:
-        old = (
-            "still those of the iteration before"
-            if not any(map(any, rows.values()))
-            else ("mixed with those of the iteration before")
-        )
-        return f"are {old} on {on}@: something is kept from one backward to the next."
-    if kinds == {"before"}:
-        return (
-            f"count what stood in .grad before backward {next(iter(others[0].values())):.3g} "
-            f"times on {on}@. Once is right, as without a wrapper."
-        )
-    foreign = sorted({part[2] for parts in others for part in parts if part[0] == "local"})
-    if foreign:
-        return (
-            f"are mixed up with those of {some(foreign)} on {on}@: values went to the wrong "
-            "place, or the ranks sent them in different orders."
-        )
-    return f"contain something that does not belong there on {on}@."
-
-
-def mixed(rows: dict[int, list[float]]) -> str:
-    """ "1 of rank 0 + 0.5 of rank 1 on rank 0"."""
-    texts = []
-    for rank, row in rows.items():
-        parts = [f"{weight:.3g} of rank {other}'s" for other, weight in enumerate(row) if weight]
-        texts.append(f"{' + '.join(parts)} on rank {rank}")
-    return " and ".join(texts)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    rest = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def first_difference(expected: Tensor | None, got: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """The first place at which a rank's tensor is clearly not the expected one."""
-    if expected is None or not expected.numel():
-        return ()
-    for tensor in got:
-        if tensor is not None and tensor.shape == expected.shape:
-            off = (tensor.to(high(tensor)) - expected.to(high(expected))).abs()
-            if off.max() > 0:
-                return tuple((off > off.max() / 50).nonzero()[0].tolist())
-    return (0,) * expected.dim()
-
-
-def number_texts(
-    expected: Tensor | None, got: Sequence[Tensor | None], place: tuple[int, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """One number, as expected and as every rank got it: four digits, or as many as tell them
-    apart."""
-    for digits in (4, 9):
-        wanted = number_text(expected, place, digits)
-        texts = tuple(number_text(tensor, place, digits) for tensor in got)
-        if set(texts) != {wanted}:
-            break
-    return (wanted,) * len(texts), texts
-
-
-def number_text(tensor: Tensor | None, place: tuple[int, ...], digits: int) -> str:
-    if tensor is None:
-        return "None"
-    if tensor.dim() != len(place) or not tensor.numel():
-        return f"shape {list(tensor.shape)}"
-    return f"{tensor[place].item():.{digits}g}"

@@ -1,6 +1,6 @@
 """Step forward: the wrapper passes every call on to ``module``, and back what that returns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -129,54 +129,62 @@ def look_at_wrapper(learner: Learner) -> list[str]:
     before = list(module.parameters())
     wrapper = learner.wrap(module, advice=CONSTRUCT)
     learner.doing("reading wrapper.module", CONSTRUCT)
-    kept = getattr(wrapper, "module", None)
-    if kept is None:
-        return [f"The wrapper has no attribute module. {CONSTRUCT}"]
-    if kept is not module:
-        return [
-            "wrapper.module is not the module that was given, but "
-            + ("a copy of it" if isinstance(kept, nn.Module) else f"a {type(kept).__name__}")
-            + ". An optimizer made before would train the other one: self.module = module."
-        ]
-    if "module" not in dict(wrapper.named_children()):
-        return [
-            "The module is not registered, so wrapper.parameters() does not list its "
-            f"parameters and an optimizer can't find them. {CONSTRUCT}"
-        ]
-    if list(map(id, wrapper.parameters())) != list(map(id, before)):
-        return [
-            "wrapper.parameters() are not the module's own parameters and no others. Leave these "
-            "where they are: an optimizer trains what stands there."
-        ]
-    hints = []
+    if hint := kept_wrongly(wrapper, module, before):
+        return [hint]
     x = torch.ones(1, 2, requires_grad=True)
     for training in (True, False, True):
         wrapper.train(training)
         learner.doing("wrapper(x)", PASS_ON)
         out = wrapper(x)
-    if module.modes != [True, False, True]:
-        hints.append(
-            "wrapper.eval() and wrapper.train() do not reach the module: leave both to nn.Module."
-        )
-    if module.hook_calls == 0:
-        hints.append(
-            "The module's own forward hooks do not run: call self.module(...), not "
-            "self.module.forward(...)."
-        )
-    if not out.requires_grad:
-        hints.append(
-            "The output is cut off from the computation that made it (detach(), .data or "
-            "no_grad()), so backward can't reach the module."
-        )
-        return hints
-    learner.doing("backward")
-    out.sum().backward()
-    if x.grad is None or any(p.grad is None for p in before):
-        hints.append(
-            "backward through the output does not reach the input or the parameters: "
-            "pass on the tensors themselves, not copies of their values."
-        )
+    hints = [hint for said, hint in USED_WRONGLY.items() if said(module, out)]
+    if not hints:
+        learner.doing("backward")
+        out.sum().backward()
+        if x.grad is None or any(p.grad is None for p in before):
+            hints.append(
+                "backward through the output does not reach the input or the parameters: "
+                "pass on the tensors themselves, not copies of their values."
+            )
     return hints
+
+
+def kept_wrongly(wrapper: nn.Module, module: nn.Module, params: list[nn.Parameter]) -> str:
+    """What is wrong with the attribute ``module``; empty if nothing is."""
+    kept = getattr(wrapper, "module", None)
+    if kept is None:
+        return f"The wrapper has no attribute module. {CONSTRUCT}"
+    if kept is not module:
+        other = "a copy of it" if isinstance(kept, nn.Module) else f"a {type(kept).__name__}"
+        return (
+            f"wrapper.module is not the module that was given, but {other}. An optimizer made "
+            "before would train the other one: self.module = module."
+        )
+    if "module" not in dict(wrapper.named_children()):
+        return (
+            "The module is not registered, so wrapper.parameters() does not list its "
+            f"parameters and an optimizer can't find them. {CONSTRUCT}"
+        )
+    if list(map(id, wrapper.parameters())) != list(map(id, params)):
+        return (
+            "wrapper.parameters() are not the module's own parameters and no others. Leave these "
+            "where they are: an optimizer trains what stands there."
+        )
+    return ""
+
+
+USED_WRONGLY: dict[Callable[[Noticing, Tensor], bool], str] = {
+    lambda module, _: module.modes != [True, False, True]: (
+        "wrapper.eval() and wrapper.train() do not reach the module: leave both to nn.Module."
+    ),
+    lambda module, _: module.hook_calls == 0: (
+        "The module's own forward hooks do not run: call self.module(...), not "
+        "self.module.forward(...)."
+    ),
+    lambda _, out: not out.requires_grad: (
+        "The output is cut off from the computation that made it (detach(), .data or "
+        "no_grad()), so backward can't reach the module."
+    ),
+}
 
 
 def first_hints(evidence: list[list[str]]) -> Iterator[Finding]:

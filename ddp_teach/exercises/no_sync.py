@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddp_teach.exercises.contexts import Interruption, context_probe
-from ddp_teach.exercises.explain import ratio_text
 from ddp_teach.exercises.probe import Event, Finding, Learner, Probe
 from ddp_teach.exercises.shares import SMALLEST, Branches, Difference, Seen, Trial, differences
+from ddp_teach.exercises.verdicts import ratio_text
 
 RECIPE = (
     "Write it as a generator under @contextlib.contextmanager: switch averaging off, yield, and "

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_teach.exercises import models
-from ddp_teach.exercises.explain import first_difference, number_texts, some
 from ddp_teach.exercises.mixture import close, high
 from ddp_teach.exercises.probe import (
     Event,
@@ -22,6 +21,7 @@ from ddp_teach.exercises.probe import (
     values_of,
 )
 from ddp_teach.exercises.training import LATE
+from ddp_teach.exercises.wording import first_difference, number_texts, some
 
 CONTENTS = (
     "This model has frozen parameters (requires_grad is False), tied ones, several dtypes, and "

@@ -32,6 +32,11 @@ class Step:
     told: str = ""  # what a hint may add about gradients that were not sent
     tied: dict[str, list[str]] = field(default_factory=dict)  # by name: all names of the parameter
 
+    @property
+    def collectives(self) -> int:
+        """How many collectives the rank started."""
+        return sum(event.collective for event in self.events)
+
 
 def squares(output: Tensor) -> Tensor:
     """A loss whose gradients depend on the data and on the weights."""
@@ -67,30 +72,40 @@ def train(
         if iteration % zero_every == 0:
             optimizer.zero_grad(set_to_none)
         late = iteration % world_size if late_ranks else None
-        before, weights, events = gradients(module), values(module), []
-        reference.load_state_dict(module.state_dict())
-        reference.zero_grad()
-        for micro_batch in range(micro_batches):
-            x = data(rank, iteration * micro_batches + micro_batch)
-            loss_of(reference(x)).backward()
+        numbers = range(iteration * micro_batches, (iteration + 1) * micro_batches)
+        batches = [data(rank, number) for number in numbers]
+        before, weights = gradients(module), values(module)
+        local = local_gradients(reference, module, batches, loss_of)
+        events = []
+        for x in batches:
             learner.doing(f"the forward pass of iteration {iteration + 1}", advice)
             loss = loss_of(wrapper(x))
-            if rank == late:
-                time.sleep(LATE)
+            time.sleep(LATE if rank == late else 0)
             learner.doing(f"the backward pass of iteration {iteration + 1}", advice)
             learner.events.clear()
             loss.backward()
             events += learner.events
         learner.events.clear()
         learner.after_backward(wrapper, advice)
-        if rank == late:  # here an all-reduce is done soon, waited for or not
-            time.sleep(LATE / 2)
-        changed = [name for name, value in values(module).items() if not value.equal(weights[name])]
         events += learner.events
-        found = gradients(reference), before, gradients(module), changed, events
-        steps.append(Step(*found, late, advice or likely(learner, wrapper), all_names(module)))
+        time.sleep(LATE / 2 if rank == late else 0)  # its all-reduces are done now, in any case
+        changed = [name for name, value in values(module).items() if not value.equal(weights[name])]
+        told = advice or likely(learner, wrapper)
+        found = local, before, gradients(module), changed, events, late, told
+        steps.append(Step(*found, all_names(module)))
         optimizer.step()
     return steps
+
+
+def local_gradients(
+    reference: nn.Module, module: nn.Module, batches: list[Tensor], loss_of: Callable
+) -> Gradients:
+    """What these batches alone give, with the values that ``module`` has, found without it."""
+    reference.load_state_dict(module.state_dict())
+    reference.zero_grad()
+    for x in batches:
+        loss_of(reference(x)).backward()
+    return gradients(reference)
 
 
 def likely(learner: Learner, wrapper: nn.Module) -> str:

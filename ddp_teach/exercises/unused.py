@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_teach.exercises.explain import ratio_text
 from ddp_teach.exercises.probe import Finding, Learner, Probe, ranks_text
 from ddp_teach.exercises.shares import (
     SMALLEST,
@@ -18,6 +17,7 @@ from ddp_teach.exercises.shares import (
     batch,
     differences,
 )
+from ddp_teach.exercises.verdicts import ratio_text
 
 NO_OPTION = (
     "The constructor takes no argument find_unused_parameters. It is given as "
