@@ -4,6 +4,7 @@ The order must be the same on every rank, because a collective has no name: the 
 one rank meets the third all-reduce of another, whatever is in it.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_teach.buckets import Bucket
+
+sent: Counter[str] = Counter()  # how many buckets this process has sent, by their group's name
 
 
 class BucketQueue:
@@ -61,6 +64,8 @@ class BucketQueue:
         self.in_flight.append(bucket)
         if self.unsent.issuperset(bucket.indices):
             return
+        sent[self.group.group_name] += 1
+        bucket.number = sent[self.group.group_name]
         with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
             if self.comm_hook is None:
                 bucket.pack(self.divisor, self.reciprocal)
@@ -82,5 +87,10 @@ class BucketQueue:
 
     def waits_for(self) -> str:
         """The bucket that this rank waits for; a launch past its timeout says so."""
-        place = self.buckets.index(self.waiting) + 1 if self.waiting in self.buckets else "?"
+        place = self.in_flight.index(self.waiting)
         return f"bucket {place} of {len(self.buckets)} ({', '.join(self.waiting.names)})"
+
+    def comes_from(self) -> tuple[str, list[int], int]:
+        """Its group, that group's ranks, and how many buckets each must have sent there by then."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return self.group.group_name, ranks, self.waiting.number

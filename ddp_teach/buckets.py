@@ -80,6 +80,7 @@ class Bucket:
         self.gives_views = False  # whether the views will become the gradients of this pass
         self.gave_views = False  # whether they became the gradients of an earlier pass
         self.work: Any = None  # the all-reduce now running; has a method wait()
+        self.number = 0  # counts all buckets that were sent over its group, this one included
         self._allocate()
 
     def _allocate(self) -> None:

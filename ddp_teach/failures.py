@@ -1,36 +1,23 @@
 """What went wrong on which rank, told in a few lines at the reader's level."""
 
-import linecache
 import pickle
 import re
 import signal
-import sysconfig
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from ddp_teach.rank import WHERE
+from ddp_teach.hang_report import hang_report
+from ddp_teach.rank import WHERE, tells_of_lost_connection
+from ddp_teach.stacks import Frame, readers, short_name, stack
 
 if TYPE_CHECKING:
     from ddp_teach.rank_process import RankProcess
 
-Frame = tuple[str, int, str]  # file name, line number, function name
-
 ANSWER_LIMIT = 3.0  # seconds for ranks to say where they stand
 FOLLOW_LIMIT = 1.0  # seconds for ranks to fail after another has
-# Whose lines a reader did not write: torch, this package, Python and what is installed in it.
-LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<frozen ",
-)
-CELL = re.compile(
-    r"[/\\]ipykernel_\d+[/\\]|^<ipython-input-"
-)  # the names that Jupyter gives to cells
+SOURCE_LINE = re.compile(r"^\[[^\]]*\] ")  # of C++ that nobody here has
+CRASHED_IN = re.compile(r'File "(.+?)", line (\d+) in (\S+)')  # as faulthandler writes it
+LAST_WORDS = re.compile(r"^  what\(\):  (.*)", re.MULTILINE)  # of a C++ exception nobody caught
 
 
 class LaunchError(RuntimeError):
@@ -89,9 +76,20 @@ def failure(rank: "RankProcess") -> tuple[bool, LaunchError]:
         message = f"{name} was ended by {signal_name(-code)}"
     else:
         message = f"{name} exited with code {code} before its function returned"
-    crash = rank.file("crash").read_text() if rank.file("crash").exists() else ""
     aborted = code == -signal.SIGABRT  # C++ gives up, most often over a lost connection
-    return aborted, LaunchError(message, rank.number, code, crash)
+    words = LAST_WORDS.findall(rank.text("out")) if aborted else []
+    message += f"\n  C++ said: {SOURCE_LINE.sub('', words[-1])}" if words else ""
+    crash = rank.text("crash")
+    message += stack(readers(crash_frames(crash)), short_name)
+    lost = aborted and (not words or tells_of_lost_connection(words[-1]))
+    return lost, LaunchError(message, rank.number, code, crash)
+
+
+def crash_frames(crash: str) -> list[Frame]:
+    """The stack of the function that was launched, outermost call first, from what Python's
+    faulthandler has written about all threads; its own order is the other way round."""
+    called = crash.partition(" in run_call\n")[0].rpartition("(most recent call first)")[2]
+    return [(file, int(line), name) for file, line, name in CRASHED_IN.findall(called)][::-1]
 
 
 def signal_name(number: int) -> str:
@@ -107,50 +105,9 @@ def out_of_time(ranks: list["RankProcess"], what: str, seconds: float) -> Launch
     for rank in ranks:
         rank.ask(WHERE)
     until = time.monotonic() + ANSWER_LIMIT
-    while any(r.stands is None and not r.returned for r in ranks) and time.monotonic() < until:
+    while any(rank.stands is None for rank in ranks) and time.monotonic() < until:
         time.sleep(0.01)
         for rank in ranks:
             rank.listen()
-    message = f"not all ranks {what} within {seconds:g} s"
-    return LaunchTimeout(
-        "\n".join([message, *(f"rank {r.number} {standing(r)}" for r in ranks)]),
-        traceback="\n".join(
-            f"rank {r.number}{stack(r.stands['frames'], str)}" for r in ranks if r.stands
-        ),
-    )
-
-
-def standing(rank: "RankProcess") -> str:
-    """Where a rank stands: its answer, or that there is none."""
-    if rank.returned:
-        return "has returned"
-    if rank.stands is None:
-        return "gives no answer: it is stopped, or held up outside Python"
-    state = "is running" if rank.running else "is starting"
-    waits_for = rank.stands["waits_for"]
-    state = f"waits for {waits_for}" if waits_for else state
-    frames = rank.stands["frames"]
-    return state + stack(readers(frames) or frames[-1:], short_name)
-
-
-def readers(frames: list[Frame]) -> list[Frame]:
-    """The part of a stack that a reader wrote."""
-    return [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
-
-
-def stack(frames: list[Frame], name: Callable[[str], str]) -> str:
-    """A stack as in a traceback, outermost call first, with ``name`` of every file."""
-    text = ""
-    for filename, line, function in frames:
-        source = linecache.getline(filename, line).strip()
-        text += f"\n  {name(filename)}, line {line}, in {function}"
-        text += f"\n    {source}" if source else ""
-    return text
-
-
-def short_name(filename: str) -> str:
-    """A file by its name alone, and a notebook cell as just that: no path of this machine.
-
-    A cell's number is not told: it changes whenever the cell runs again.
-    """
-    return "notebook cell" if CELL.search(filename) else Path(filename).name
+    message, stacks = hang_report(ranks)
+    return LaunchTimeout(f"not all ranks {what} within {seconds:g} s\n{message}", traceback=stacks)

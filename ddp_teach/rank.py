@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_teach.call import loads, pack_result
+from ddp_teach.hang_report import where
 
 RUNNING, RETURNED, WHERE, DONE = b"running", b"returned", b"where", b"done"  # over the connection
 
@@ -161,7 +161,13 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def lost_connection(error: BaseException) -> bool:
     """Whether the error says that another rank is gone: then that rank has more to tell."""
     kinds = (ConnectionError, dist.DistNetworkError, dist.DistBackendError)
-    return isinstance(error, kinds) or "gloo/transport" in str(error)
+    return isinstance(error, kinds) or tells_of_lost_connection(str(error))
+
+
+def tells_of_lost_connection(text: str) -> bool:
+    """Whether gloo, the network library of ranks on the CPU, says that another rank is gone."""
+    # a failed check is the first to notice that ranks run different collectives
+    return "gloo/transport" in text and "enforce fail" not in text
 
 
 def answer(launcher: Connection, thread: int, folder: Path) -> None:
@@ -171,13 +177,14 @@ def answer(launcher: Connection, thread: int, folder: Path) -> None:
     """
     try:
         while launcher.recv_bytes() != DONE:
-            launcher.send(where(sys._current_frames()[thread]))
+            launcher.send(where(thread, until=__file__))
     except (EOFError, OSError):
         end_all_ranks(folder)
 
 
 def end_all_ranks(folder: Path) -> None:
-    """End the other ranks, even stopped ones, remove the folder, and end this process.
+    """End the other ranks, even stopped ones, and the server that they were forked from, which by
+    itself takes seconds to end, with all of torch in it; remove the folder, and end this process.
 
     Only one rank does this: two could end each other before either had removed the folder.
     """
@@ -190,19 +197,3 @@ def end_all_ranks(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(1)
-
-
-def where(frame: FrameType | None) -> dict[str, Any]:
-    """The stack of a running function, outermost call first, and what it says it waits for.
-
-    An object can say what it waits for: if a method of it is running, and it has a method
-    ``waits_for()``, that one's answer is told, say "bucket 1 of 3 (fc.weight, fc.bias)".
-    """
-    frames: list[tuple[str, int, str]] = []
-    waits_for = ""
-    while frame is not None and frame.f_globals is not globals():
-        frames.insert(0, (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        with contextlib.suppress(Exception):  # it is asked in the middle of whatever it does
-            waits_for = waits_for or str(frame.f_locals["self"].waits_for() or "")
-        frame = frame.f_back
-    return {"frames": frames, "waits_for": waits_for}

@@ -37,10 +37,15 @@ class RankProcess:
         """The rank's file of this kind in the folder that it shares with this process."""
         return self.folder / f"{self.number}.{kind}"
 
+    def text(self, kind: str) -> str:
+        """What that file says; empty if there is none."""
+        path = self.file(kind)
+        return path.read_text("utf-8", "replace") if path.exists() else ""
+
     def start(self, world_size: int, timeout: float) -> None:
         """Start the process."""
         if START_METHOD == "forkserver":
-            start_server()
+            self.folder.joinpath("server.pid").write_text(str(start_server()))
         context = multiprocessing.get_context(START_METHOD)
         environ = dict(os.environ)
         self.process = context.Process(
@@ -85,8 +90,11 @@ class RankProcess:
             print(f"[rank {self.number}] {line.rstrip().rpartition(chr(13))[2]}".rstrip())
 
 
-def start_server() -> None:
-    """Start the server that ranks are forked from, unless it runs; it does not hear interrupts."""
+def start_server() -> int:
+    """Start the server that ranks are forked from, unless it runs; it does not hear interrupts.
+
+    Returns its process id.
+    """
     from multiprocessing import forkserver, resource_tracker  # not on Windows
 
     forkserver.set_forkserver_preload(PRELOAD)
@@ -96,6 +104,7 @@ def start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return forkserver._forkserver._forkserver_pid
 
 
 @contextlib.contextmanager

@@ -426,7 +426,8 @@ def test_functions_of_a_notebook():
         "rank 0 is running\n"
         "  notebook cell, line 1, in <lambda>\n"
         "    launch(lambda: dist.get_rank() or dist.barrier(), timeout=1)\n"
-        "rank 1 has returned"
+        "rank 1 has returned\n"
+        "collectives started: 1 on rank 0, 0 on rank 1"
     )
     assert [list(texts(cell)) for cell in notebook.cells] == [
         [],
