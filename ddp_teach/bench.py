@@ -1,6 +1,6 @@
 """ddp_teach, torch's class and the bare model side by side: what a training step costs.
 
-python -m ddp_teach.bench [--json] [--rounds 9] [--nprocs 2] [--workload mlp --workload conv]
+python -m ddp_teach.bench [--json] [--rounds 21] [--nprocs 2] [--workload mlp --workload conv]
 
 **Step.** A step is ``zero_grad``, forward, backward and an SGD step, on ranks of one thread each.
 All variants live in the same processes and share one process group. In every round each variant has
@@ -46,7 +46,7 @@ MOST_ROUNDS = 1000
 
 
 def bench(
-    workloads: Iterable[str] = tuple(WORKLOADS), rounds: int = 9, nprocs: int = 2
+    workloads: Iterable[str] = tuple(WORKLOADS), rounds: int = 21, nprocs: int = 2
 ) -> dict[str, Any]:
     """Measure each of ``workloads`` on ``nprocs`` ranks; ``table`` makes the result readable.
 
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line; see the top of this file."""
     about = "Time the bare model, torch's class and ddp_teach's side by side."
     parser = Parser("ddp_teach.bench", description=about, allow_abbrev=False)
-    parser.add_argument("--rounds", type=number, default=9, help="9 if not given")
+    parser.add_argument("--rounds", type=number, default=21, help="21 if not given")
     parser.add_argument("--nprocs", type=number, default=2, help="number of ranks; 2 if not given")
     names = f"one of {', '.join(WORKLOADS)}; may be given several times; all if not given"
     parser.add_argument("--workload", action="append", dest="workloads", metavar="NAME", help=names)

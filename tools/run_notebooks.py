@@ -7,6 +7,7 @@ nbval is told to ignore is replaced only if it differs in more than its numbers:
 same cell give other times, and that is no change.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -76,7 +77,7 @@ def without_numbers(outputs: list[nbformat.NotebookNode]) -> str:
     for output in outputs:
         if "text/plain" in output.get("data", {}):
             output.data.pop("image/svg+xml", None)
-    text = re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", str(outputs))
+    text = re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", json.dumps(outputs, sort_keys=True))
     return re.sub(r"\s+", " ", text)
 
 
