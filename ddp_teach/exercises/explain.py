@@ -7,7 +7,7 @@ from torch import Tensor
 from ddp_teach.exercises.mixture import close, expected_gradients, mixture_of
 from ddp_teach.exercises.probe import Finding, not_waited_for, ranks_text
 from ddp_teach.exercises.training import Step
-from ddp_teach.exercises.verdicts import of_mixtures
+from ddp_teach.exercises.verdicts import of_mixtures, of_values
 from ddp_teach.exercises.wording import first_difference, number_texts, some
 
 WAIT = "Call wait() on each before you use it."
@@ -116,7 +116,7 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
     if len(ranks) < len(steps) and any(e.kind == "reduce" for e in steps[0].events):
         return f"are wrong on {on}@: dist.reduce gives the result to one rank, all_reduce to all."
     if any(mixture is None for mixture in mixtures.values()):
-        return f"are wrong on {on}@, and no sum of the ranks' gradients either."
+        return of_values(name, steps, ranks, on)
     return of_mixtures(name, mixtures, steps, on)
 
 

@@ -156,8 +156,12 @@ class Collectives(TorchDispatchMode):
         """The method, which notes every call of it."""
 
         def wait(work: dist.Work, *args: Any) -> Any:
-            self.learner.note("wait", name)
-            return method(work, *args)
+            if name != "is_completed":  # before: it may be the last thing that this rank does
+                self.learner.note("wait", name)
+            answer = method(work, *args)
+            if name == "is_completed" and answer:  # asked in a loop, perhaps
+                self.learner.note("wait", name)
+            return answer
 
         return wait
 

@@ -5,7 +5,9 @@ Every text goes on after the word "gradients"; ``@`` stands where the iteration 
 
 from collections.abc import Sequence
 
-from ddp_teach.exercises.mixture import Mixture
+import torch
+
+from ddp_teach.exercises.mixture import Mixture, close, expected_gradients
 from ddp_teach.exercises.probe import ranks_text
 from ddp_teach.exercises.training import Step
 from ddp_teach.exercises.wording import some
@@ -33,7 +35,10 @@ def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], 
             f"are those of rank {source} on {on}@: copied from one rank, not averaged over "
             "all. Every rank's data counts: use an all-reduce."
         )
-    return f"are {mixed(rows)}@; the mean is {1 / size:.3g} of every rank."
+    added = [[w - (rank == r) for r, w in enumerate(row)] for rank, row in rows.items()]
+    if all(abs(weight - 1 / size) < 5e-3 for row in added for weight in row):
+        return f"are the local ones plus the mean on {on}@: the mean replaces the local gradient."
+    return f"are {mixed(rows, on)}@; the mean is {1 / size:.3g} of every rank."
 
 
 def ratio_text(ratio: float, size: int, on: str) -> str:
@@ -101,13 +106,37 @@ def of_others(name: str, others: list[dict], rows: dict[int, list[float]], on: s
     return f"contain something that does not belong there on {on}@."
 
 
-def mixed(rows: dict[int, list[float]]) -> str:
-    """ "1 of rank 0 + 0.5 of rank 1 on rank 0"."""
-    texts = []
+def mixed(rows: dict[int, list[float]], on: str) -> str:
+    """ "1 of rank 0's + 0.5 of rank 1's on rank 0"; one text where it is the same on all."""
+    texts = {}
     for rank, row in rows.items():
         parts = [f"{weight:.3g} of rank {other}'s" for other, weight in enumerate(row) if weight]
-        texts.append(f"{' + '.join(parts)} on rank {rank}")
-    return " and ".join(texts)
+        texts.setdefault(" + ".join(parts), []).append(f"rank {rank}")
+    if len(texts) == 1:
+        return f"{next(iter(texts))} on {on}"
+    return " and ".join(f"{text} on {' and '.join(ranks)}" for text, ranks in texts.items())
+
+
+def of_values(name: str, steps: Sequence[Step], ranks: Sequence[int], on: str) -> str:
+    """The verdict where a gradient is no weighted sum of anything."""
+    got = [steps[rank].after[name] for rank in ranks]
+    local = [step.local[name] for step in steps if step.local[name] is not None]
+    stacked = torch.stack(local)
+    for how, values in (
+        ("MAX", stacked.amax(0)),
+        ("MIN", stacked.amin(0)),
+        ("PRODUCT", stacked.prod(0)),
+    ):
+        if all(close(gradient, values) for gradient in got):
+            return f"were combined by {how} on {on}@. The mean is a SUM, divided by the world size."
+    means = [mean.flatten() for mean in expected_gradients(steps).values() if mean is not None]
+    means = torch.cat([mean.to(got[0].dtype) for mean in means])
+    if all(torch.isin(gradient, means).all() for gradient in got):
+        return (
+            f"hold means on {on}@, but those of other places. Take a flat tensor apart in the "
+            "order in which it was put together."
+        )
+    return f"are wrong on {on}@, and no sum of the ranks' gradients either."
 
 
 def not_sent(steps: Sequence[Step]) -> str:

@@ -21,9 +21,7 @@ class Planted:
     right: list[type] = field(default_factory=list)
     wrong: list[tuple[type, tuple[str, ...]]] = field(default_factory=list)
 
-    @property
-    def wrong_params(self):
-        return [(cls, words) for cls, words in self.wrong]
+    rare: list[tuple[type, tuple[str, ...]]] = field(default_factory=list)  # tried at night only
 
 
 def right(planted):
@@ -36,11 +34,11 @@ def right(planted):
     return keep
 
 
-def fault(planted, *words):
+def fault(planted, *words, rare=False):
     """Decorates a class that must not pass, with hints that hold all these words."""
 
     def keep(cls):
-        planted.wrong.append((cls, words))
+        (planted.rare if rare else planted.wrong).append((cls, words))
         return cls
 
     return keep

@@ -94,6 +94,33 @@ class Futures(Wrapper):
             p.grad /= dist.get_world_size()
 
 
+@right(AVERAGE)
+class AsksUntilItIsDone(Wrapper):
+    def sync(self, params):
+        for p in params:
+            work = dist.all_reduce(p.grad, async_op=True)
+            while not work.is_completed():
+                pass
+            p.grad /= dist.get_world_size()
+
+
+@right(AVERAGE)
+class Ring(Wrapper):
+    def sync(self, params):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for p in params:
+            passing = p.grad.clone()
+            for _ in range(size - 1):
+                coming = torch.empty_like(passing)
+                to_next = dist.P2POp(dist.isend, passing, (rank + 1) % size)
+                from_last = dist.P2POp(dist.irecv, coming, (rank - 1) % size)
+                for work in dist.batch_isend_irecv([to_next, from_last]):
+                    work.wait()
+                passing = coming
+                p.grad += passing
+            p.grad /= size
+
+
 @fault(AVERAGE, "gradients are 2.0 times too large on both ranks: summed, not averaged")
 class Summed(Wrapper):
     def sync(self, params):
@@ -118,7 +145,7 @@ class DividedByTwo(Wrapper):
             p.grad /= 2
 
 
-@fault(AVERAGE, "4.0 times too large on both ranks", "summed twice")
+@fault(AVERAGE, "4.0 times too large on both ranks", "summed twice", rare=True)
 class SummedTwice(Wrapper):
     def sync(self, params):
         for _ in range(2):
@@ -132,7 +159,7 @@ class Nothing(Wrapper):
         pass
 
 
-@fault(AVERAGE, "still the local ones on both ranks", "no method sync_gradients()")
+@fault(AVERAGE, "still the local ones on both ranks", "no method sync_gradients()", rare=True)
 class NoMethod(SameStart):
     pass
 
@@ -145,7 +172,7 @@ class CopyNotWrittenBack(Wrapper):
             dist.all_reduce(mean)
 
 
-@fault(AVERAGE, "0.5 times the local ones on both ranks", "divided, but not added up")
+@fault(AVERAGE, "0.5 times the local ones on both ranks", "divided, but not added up", rare=True)
 class OnlyDivided(Wrapper):
     def sync(self, params):
         for p in params:
@@ -167,7 +194,7 @@ class OnlyReduces(Wrapper):
             dist.reduce(p.grad, dst=0)
 
 
-@fault(AVERAGE, "are the mean on rank 0 only", "rank 1 still holds its own")
+@fault(AVERAGE, "are the mean on rank 0 only", "rank 1 still holds its own", rare=True)
 class OnlyRank0WritesBack(Wrapper):
     def sync(self, params):
         for p in params:
@@ -177,7 +204,7 @@ class OnlyRank0WritesBack(Wrapper):
                 p.grad.copy_(mean)
 
 
-@fault(AVERAGE, "2.0 times too large on rank 1", "summed, not averaged")
+@fault(AVERAGE, "2.0 times too large on rank 1", "summed, not averaged", rare=True)
 class OnlyRank0Divides(Wrapper):
     def sync(self, params):
         for p in params:
@@ -194,7 +221,7 @@ class Weighted(Wrapper):
             dist.all_reduce(p.grad)
 
 
-@fault(AVERAGE, "wrong sign")
+@fault(AVERAGE, "wrong sign", rare=True)
 class Subtracted(Wrapper):
     def sync(self, params):
         for p in params:
@@ -202,7 +229,45 @@ class Subtracted(Wrapper):
             dist.all_reduce(p.grad)
 
 
-@fault(AVERAGE, "no sum of the ranks' gradients")
+@fault(AVERAGE, "no sum of the ranks' gradients", rare=True)
+class Clipped(Wrapper):
+    def sync(self, params):
+        for p in params:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+            p.grad.clamp_(-0.01, 0.01)
+
+
+@fault(AVERAGE, "are the local ones plus the mean on both ranks")
+class MeanIsAdded(Wrapper):
+    def sync(self, params):
+        for p in params:
+            mean = p.grad / dist.get_world_size()
+            dist.all_reduce(mean)
+            p.grad += mean
+
+
+@fault(AVERAGE, "0.5 of rank 1's on both ranks", rare=True)
+class WithoutRank0(Wrapper):
+    def sync(self, params):
+        for p in params:
+            p.grad *= min(dist.get_rank(), 1) / dist.get_world_size()
+            dist.all_reduce(p.grad)
+
+
+@fault(AVERAGE, "those of other places", "in the order in which it was put together", rare=True)
+class TakenApartBackwards(Wrapper):
+    def sync(self, params):
+        for dtype in {p.dtype: None for p in params}:
+            grads = [p.grad for p in params if p.dtype is dtype]
+            flat = _flatten_dense_tensors(grads) / dist.get_world_size()
+            dist.all_reduce(flat)
+            means = _unflatten_dense_tensors(flat, grads[::-1])
+            for grad, mean in zip(grads[::-1], means, strict=True):
+                grad.copy_(mean)
+
+
+@fault(AVERAGE, "combined by MAX on both ranks", rare=True)
 class Largest(Wrapper):
     def sync(self, params):
         for p in params:
@@ -225,7 +290,7 @@ class NoWait(Wrapper):
             dist.all_reduce(p.grad, async_op=True)
 
 
-@fault(AVERAGE, "read before they are there", "wait()")
+@fault(AVERAGE, "read before they are there", "wait()", rare=True)
 class DividesBeforeItIsThere(Wrapper):
     def sync(self, params):
         for p in params:
@@ -251,7 +316,7 @@ class FrozenToo(SameStart):
             dist.all_reduce(p.grad)
 
 
-@fault(AVERAGE, "should be None", "frozen")
+@fault(AVERAGE, "should be None", "frozen", rare=True)
 class FrozenGetZeros(SameStart):
     @torch.no_grad()
     def sync_gradients(self):
@@ -282,7 +347,7 @@ class OnlyRank0(Wrapper):
                 dist.all_reduce(p.grad)
 
 
-@fault(AVERAGE, "Collective number", "64 x float32", "the same order")
+@fault(AVERAGE, "Collective number", "64 x float32", "the same order", rare=True)
 class AnotherOrderOnRank1(Wrapper):
     def sync(self, params):
         for p in params if dist.get_rank() == 0 else params[::-1]:
@@ -290,7 +355,7 @@ class AnotherOrderOnRank1(Wrapper):
             dist.all_reduce(p.grad)
 
 
-@fault(AVERAGE, "sync_gradients() raised", "several dtypes")
+@fault(AVERAGE, "sync_gradients() raised", "several dtypes", rare=True)
 class OneFlatTensor(Wrapper):
     def sync(self, params):
         flat = torch.cat([p.grad.flatten() for p in params]) / dist.get_world_size()
@@ -319,7 +384,7 @@ class KeepsTheSum(Wrapper):
             p.grad.copy_(self.sums[p])
 
 
-@fault(AVERAGE, "still those of the iteration before")
+@fault(AVERAGE, "still those of the iteration before", rare=True)
 class KeepsTheFirst(Wrapper):
     def sync(self, params):
         self.means = getattr(self, "means", {})
@@ -342,21 +407,23 @@ class Swapped(Wrapper):
             a.grad, b.grad = b.grad, a.grad
 
 
-@fault(AVERAGE, "are all zero")
+@fault(AVERAGE, "are all zero", rare=True)
 class ZeroesThem(Wrapper):
     def sync(self, params):
         for p in params:
             p.grad.zero_()
 
 
-@fault(AVERAGE, "are None")
+@fault(AVERAGE, "are None", rare=True)
 class DropsThem(Wrapper):
     def sync(self, params):
         for p in params:
             p.grad = None
 
 
-@fault(AVERAGE, "sync_gradients() raised AttributeError: module 'torch.distributed' has no")
+@fault(
+    AVERAGE, "sync_gradients() raised AttributeError: module 'torch.distributed' has no", rare=True
+)
 class Typo(Wrapper):
     def sync(self, params):
         for p in params:

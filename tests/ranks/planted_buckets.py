@@ -146,7 +146,7 @@ class IgnoresTheCap(Wrapper):
         return bucket[0].dtype is param.dtype
 
 
-@fault(BUCKETS, "counts bytes, not elements")
+@fault(BUCKETS, "counts bytes, not elements", rare=True)
 class CountsElements(Wrapper):
     def fits(self, bucket, param):
         return sum(p.numel() for p in [*bucket, param]) <= self.cap and (
@@ -154,7 +154,7 @@ class CountsElements(Wrapper):
         )
 
 
-@fault(BUCKETS, "2.0 times too large on both ranks: summed, not averaged")
+@fault(BUCKETS, "2.0 times too large on both ranks: summed, not averaged", rare=True)
 class Summed(Wrapper):
     def flatten(self, grads):
         return _flatten_dense_tensors(grads)
@@ -198,7 +198,7 @@ class WaitsForFrozen(FrozenInBuckets):
         super().at_the_end()
 
 
-@fault(BUCKETS, "mixed up with those of")
+@fault(BUCKETS, "mixed up with those of", rare=True)
 class UnpackedInAnotherOrder(Wrapper):
     @torch.no_grad()
     def at_the_end(self):
@@ -212,7 +212,7 @@ class UnpackedInAnotherOrder(Wrapper):
         self.reset()
 
 
-@fault(BUCKETS, "mixed with those of the iteration before")
+@fault(BUCKETS, "mixed with those of the iteration before", rare=True)
 class FlatKeptAndAdded(Wrapper):
     def launch(self, bucket):
         flats = self.__dict__.setdefault("flats", {})
@@ -222,7 +222,7 @@ class FlatKeptAndAdded(Wrapper):
         self.in_flight.append((bucket, flats[bucket[0]], work))
 
 
-@fault(BUCKETS, "in iteration 2; before it they were right", "local ones")
+@fault(BUCKETS, "in iteration 2; before it they were right", "local ones", rare=True)
 class ReadyIsNotReset(Wrapper):
     def reset(self):
         self.__dict__.setdefault("ready", set())
@@ -240,7 +240,7 @@ class NeverWaits(Wrapper):
         self.reset()
 
 
-@fault(BUCKETS, "dtype")
+@fault(BUCKETS, "dtype", rare=True)
 class MixedDtypes(Wrapper):
     def fits(self, bucket, param):
         return sum(p.numel() * p.element_size() for p in [*bucket, param]) <= self.cap
@@ -250,7 +250,7 @@ class MixedDtypes(Wrapper):
         return flat / dist.get_world_size()
 
 
-@fault(BUCKETS, "No all-reduce starts before backward ends")
+@fault(BUCKETS, "No all-reduce starts before backward ends", rare=True)
 class AllAtTheEnd(Wrapper):
     def launch_what_is_full(self):
         pass
@@ -262,7 +262,7 @@ class AllAtTheEnd(Wrapper):
         super().at_the_end()
 
 
-@fault(BUCKETS, "gradients of first.weight", "2 names, first.weight and last.weight")
+@fault(BUCKETS, "gradients of first.weight", "2 names, first.weight and last.weight", rare=True)
 class TiedInTwoBuckets(Wrapper):
     def __init__(self, module, bucket_cap_mb=25):
         super().__init__(module, bucket_cap_mb)

@@ -59,13 +59,13 @@ class KeywordsDropped(Plain):
         return self.module(*inputs)
 
 
-@fault(FORWARD, "arguments do not arrive as they were given")
+@fault(FORWARD, "arguments do not arrive as they were given", rare=True)
 class OnlyTheFirst(Plain):
     def forward(self, *inputs, **kwargs):
         return self.module(*inputs[:1], **kwargs)
 
 
-@fault(FORWARD, "arguments do not arrive as they were given")
+@fault(FORWARD, "arguments do not arrive as they were given", rare=True)
 class NotUnpacked(Plain):
     def forward(self, *inputs, **kwargs):
         return self.module(inputs, **kwargs)
@@ -89,14 +89,14 @@ class ATuple(Plain):
         return (self.module(*inputs, **kwargs),)
 
 
-@fault(FORWARD, "changes what the module returned")
+@fault(FORWARD, "changes what the module returned", rare=True)
 class OnlyTheFirstOutput(Plain):
     def forward(self, *inputs, **kwargs):
         out = self.module(*inputs, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
 
-@fault(FORWARD, "never calls the module")
+@fault(FORWARD, "never calls the module", rare=True)
 class GivesBackInput(Plain):
     def forward(self, *inputs, **kwargs):
         return inputs[0] if inputs else None
@@ -116,7 +116,7 @@ class Detached(Plain):
         return out.detach() if torch.is_tensor(out) and out.grad_fn is not None else out
 
 
-@fault(FORWARD, "cut off from the computation")
+@fault(FORWARD, "cut off from the computation", rare=True)
 class WithoutGradients(Plain):
     @torch.no_grad()
     def forward(self, *inputs, **kwargs):
@@ -168,7 +168,7 @@ class InAList(nn.Module):
         return self.module[0](*inputs, **kwargs)
 
 
-@fault(FORWARD, "not the module that was given", "partial")
+@fault(FORWARD, "not the module that was given", "partial", rare=True)
 class AFunction(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -198,7 +198,7 @@ class NoConstructor(nn.Module):
         return self.module(*inputs, **kwargs)
 
 
-@fault(FORWARD, "raised", "forward")
+@fault(FORWARD, "raised", "forward", rare=True)
 class NoForward(nn.Module):
     def __init__(self, module):
         super().__init__()

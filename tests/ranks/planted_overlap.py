@@ -139,7 +139,7 @@ class OneByOne(Hooks):
         pass
 
 
-@fault(OVERLAP, "Backward stands still during every all-reduce")
+@fault(OVERLAP, "Backward stands still during every all-reduce", rare=True)
 class WaitsAtOnce(Hooks):
     def ready(self, param):
         super().ready(param)
@@ -152,7 +152,7 @@ class NeverWaits(Hooks):
         pass
 
 
-@fault(OVERLAP, "read before they are there")
+@fault(OVERLAP, "read before they are there", rare=True)
 class WaitsInTheNextForward(Hooks):
     def finish(self):
         pass
@@ -174,13 +174,13 @@ class WaitsForTheLastOnly(Hooks):
         self.in_flight = self.in_flight[-1:]
 
 
-@fault(OVERLAP, "2.0 times too large on both ranks: summed, not averaged")
+@fault(OVERLAP, "2.0 times too large on both ranks: summed, not averaged", rare=True)
 class Summed(Hooks):
     def ready(self, param):
         self.in_flight.append(dist.all_reduce(param.grad, async_op=True))
 
 
-@fault(OVERLAP, "2.0 times too small on both ranks", "divided by the world size twice")
+@fault(OVERLAP, "2.0 times too small on both ranks", "divided by the world size twice", rare=True)
 class DividedTwice(Hooks):
     def finish(self):
         super().finish()
@@ -188,7 +188,7 @@ class DividedTwice(Hooks):
             param.grad /= dist.get_world_size()
 
 
-@fault(OVERLAP, "local ones on both ranks", "did not get into .grad")
+@fault(OVERLAP, "local ones on both ranks", "did not get into .grad", rare=True)
 class CopyNotWrittenBack(Hooks):
     def ready(self, param):
         copy = param.grad / dist.get_world_size()
@@ -209,7 +209,7 @@ class BeforeAccumulation(Hooks):
         self.in_flight.append(dist.all_reduce(mean, async_op=True))
 
 
-@fault(OVERLAP, "changed the parameters themselves")
+@fault(OVERLAP, "changed the parameters themselves", rare=True)
 class ReducesParameters(Hooks):
     def ready(self, param):
         param.data /= dist.get_world_size()
@@ -237,13 +237,13 @@ class TiedTwice(Hooks):
         return [p for _, p in named if p.requires_grad]
 
 
-@fault(OVERLAP, "raised RuntimeError", "require gradient", "frozen")
+@fault(OVERLAP, "raised RuntimeError", "require gradient", "frozen", rare=True)
 class FrozenToo(Hooks):
     def learning(self):
         return list(self.module.parameters())
 
 
-@fault(OVERLAP, "backward raised ZeroDivisionError")
+@fault(OVERLAP, "backward raised ZeroDivisionError", rare=True)
 class Raises(Hooks):
     def ready(self, param):
         param.grad /= 1 // (dist.get_world_size() - 2)

@@ -104,7 +104,7 @@ class NoBuffers(Wrapper):
             dist.broadcast(param, 0)
 
 
-@fault(SAME_START, "parameters are still rank 1's own")
+@fault(SAME_START, "parameters are still rank 1's own", rare=True)
 class NoParameters(Wrapper):
     def start(self):
         for buffer in self.module.buffers():
@@ -119,7 +119,7 @@ class OnlyWhatLearns(Wrapper):
                 dist.broadcast(param, 0)
 
 
-@fault(SAME_START, "still rank 1's own", "layers.1.bias")
+@fault(SAME_START, "still rank 1's own", "layers.1.bias", rare=True)
 class FirstDtypeOnly(Wrapper):
     def start(self):
         for tensor in all_tensors(self.module):
@@ -134,7 +134,7 @@ class FromItself(Wrapper):
             dist.broadcast(tensor, src=dist.get_rank())
 
 
-@fault(SAME_START, "are those of rank 1 on both ranks, not those of rank 0")
+@fault(SAME_START, "are those of rank 1 on both ranks, not those of rank 0", rare=True)
 class FromRank1(Wrapper):
     def start(self):
         for tensor in all_tensors(self.module):
@@ -151,7 +151,7 @@ class Mean(Wrapper):
             dist.broadcast(buffer, 0)
 
 
-@fault(SAME_START, "parameters are the sum of all ranks'")
+@fault(SAME_START, "parameters are the sum of all ranks'", rare=True)
 class Sum(Wrapper):
     def start(self):
         for param in self.module.parameters():
@@ -199,7 +199,7 @@ class AtTheFirstForward(ForwardOnly):
         return super().forward(*inputs, **kwargs)
 
 
-@fault(SAME_START, "another parameter in place of")
+@fault(SAME_START, "another parameter in place of", rare=True)
 class UntiesWeights(Broadcasts):
     def start(self):
         super().start()
@@ -208,7 +208,7 @@ class UntiesWeights(Broadcasts):
                 layer.weight = nn.Parameter(layer.weight.clone())
 
 
-@fault(SAME_START, "requires_grad")
+@fault(SAME_START, "requires_grad", rare=True)
 class Unfreezes(Broadcasts):
     def start(self):
         super().start()

@@ -15,3 +15,9 @@ def test_a_right_wrapper_passes(cls):
 @pytest.mark.parametrize(("cls", "words"), AVERAGE.wrong)
 def test_a_planted_fault_is_named(cls, words):
     assert_is_named(AVERAGE, cls, words)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("cls", "words"), AVERAGE.rare)
+def test_a_rarer_fault_is_named(cls, words):
+    assert_is_named(AVERAGE, cls, words)
