@@ -4,12 +4,11 @@ import re
 from typing import TYPE_CHECKING
 
 from ddp_teach.exercises.probe import STILL_TO_DO, Finding
-from ddp_teach.failures import LaunchError, LaunchTimeout, readers, short_name, stack
+from ddp_teach.failures import LaunchError, LaunchTimeout
 
 if TYPE_CHECKING:
     from ddp_teach.exercises.engine import Journal
 
-CRASHED_IN = re.compile(r'File "(.+?)", line (\d+) in (\S+)')  # as faulthandler writes it
 SAME_ROOT = "Every rank must name the same one."
 SAME_ORDER = "Every rank must start the same collectives, of the same sizes, in the same order."
 
@@ -21,11 +20,10 @@ def finding_of(error: LaunchError, journals: list["Journal"]) -> Finding:
     journal = journals[error.rank]
     if " raised " in str(error).splitlines()[0]:
         return exception(error, journal)
-    what = f"{str(error).splitlines()[0]} during {journal.doing}."
-    frames = [(file, int(line), name) for file, line, name in CRASHED_IN.findall(error.traceback)]
-    lines = stack(readers(frames)[:1], short_name).splitlines()[1:]
-    hint = " ".join(filter(None, [what, difference(journals), journal.advice]))
-    return Finding(hint, lines=tuple(lines))
+    what, *lines = str(error).splitlines()
+    hint = [f"{what} during {journal.doing}.", difference(journals), journal.advice]
+    frames = [line for line in lines if not line.startswith("  C++ said: ")]
+    return Finding(" ".join(filter(None, hint)), lines=tuple(frames[-2:]))
 
 
 def exception(error: LaunchError, journal: "Journal") -> Finding:
@@ -53,7 +51,7 @@ def hang(error: LaunchTimeout, journals: list["Journal"]) -> Finding:
             lines.append(
                 f"rank {rank} is through" if ours else line.replace(" is running", " stands at")
             )
-        elif not ours:
+        elif line.startswith(" ") and not ours:
             lines.append(line)
     stuck = [rank for rank in range(len(journals)) if rank not in at_the_end] or [0]
     journal = journals[stuck[0]]
