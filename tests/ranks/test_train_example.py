@@ -1,5 +1,6 @@
 """examples/train.py: the same weights however its ranks were started, even after a kill."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -55,15 +56,12 @@ def descendants(process):
 
 
 def ranks_of(process):
-    """The ranks below a running nodes.sh: not the torchruns that started them."""
+    """The ranks below a running nodes.sh: not the shells and torchruns that started them."""
     found = []
     for child in descendants(process):
-        try:
-            words = " ".join(child.cmdline())
-        except psutil.Error:
-            continue
-        if "train.py" in words and "torch.distributed.run" not in words and "nodes" not in words:
-            found.append(child)
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if child.cmdline()[1:3] == ["-u", "examples/train.py"]:
+                found.append(child)
     return found
 
 
