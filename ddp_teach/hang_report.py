@@ -30,11 +30,13 @@ def where(thread: int, until: str) -> dict[str, Any]:
     frames = stacks.pop(thread)
     # Other threads as well: a backward pass on a GPU has its own.
     waits_for, comes_from = waiting([*frames, *(f for others in stacks.values() for f in others)])
+    # A frame that is just being entered has no line yet.
+    places = [(f.f_code, f.f_lineno or f.f_code.co_firstlineno) for f in frames[::-1]]
     collectives = None
     with contextlib.suppress(Exception):  # torch has no public name for it
         collectives = dist.group.WORLD._get_sequence_number_for_group()
     return {
-        "frames": [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[::-1]],
+        "frames": [(code.co_filename, line, code.co_name) for code, line in places],
         "waits_for": waits_for,
         "comes_from": comes_from,
         "sent": dict(sent),
