@@ -26,5 +26,5 @@ def test_a_planted_fault_is_named(found, cls, words):
 
 
 @pytest.mark.parametrize(("cls", "words"), STOPPED.wrong)
-def test_a_wrapper_that_hangs_is_stopped_and_told_why(cls, words):
+def test_a_wrapper_that_ends_the_launch_is_told_why(cls, words):
     assert_is_stopped("no_sync", cls, words)
