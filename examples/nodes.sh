@@ -45,7 +45,7 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # Ended itself, it ends them; and so does the end of whoever holds the other end of its input.
-trap 'kill $(jobs -p) 2>/dev/null' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 trap 'exit 143' TERM INT
 if [ -p /dev/stdin ]; then
     { cat >/dev/null; kill $$; } <&0 &
