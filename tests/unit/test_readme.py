@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ddp_teach.exercises import STEPS
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -27,10 +29,20 @@ def test_program_prints_the_number_that_is_shown(tmp_path):
     assert (done.stdout, done.stderr, done.returncode) == (blocks("text")[0], "", 0)
 
 
+def test_check_for_teachers_prints_what_is_shown(tmp_path):
+    done = run(blocks("python")[1], tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == (blocks("text")[1], "", 0)
+
+
 def test_line_for_ones_own_exercises_holds(tmp_path):
-    program, line = blocks("python")
+    program, _, line = blocks("python")
     done = run(f"{program}    {line}    print('held')\n", tmp_path)
     assert done.stdout.splitlines()[-1:] == ["held"], done.stderr
+
+
+def test_steps_that_can_be_checked_are_named_in_order():
+    (named,) = re.findall(r"The steps are (.+?);", README, re.DOTALL)
+    assert re.findall(r"`(\w+)`", named) == list(STEPS)
 
 
 def test_links_lead_to_files():
