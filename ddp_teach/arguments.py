@@ -1,5 +1,6 @@
 """What the constructor accepts: torch's arguments, torch's checks, and torch's error types."""
 
+import math
 import multiprocessing
 import os
 import warnings
@@ -22,6 +23,12 @@ DEPRECATED = {
     "check_reduction": "It does nothing; leave it out.",
 }
 
+FLAGS = (
+    *("init_sync", "forward_sync_buffers", "broadcast_buffers", "find_unused_parameters"),
+    *("gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params"),
+    "batched_grad_copy",
+)
+
 
 def check(given: dict[str, Any]) -> None:
     """Look at the arguments that no other function here looks at.
@@ -37,9 +44,22 @@ def check(given: dict[str, Any]) -> None:
             warnings.warn(f"`{name}` is deprecated. {instead}", FutureWarning, stacklevel=3)
     if not isinstance(given["module"], nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {given['module']!r}.")
-    for size in [given["bucket_cap_mb"], *(given["bucket_cap_mb_list"] or [])]:
-        if size is not None and not (isinstance(size, int | float) and size > 0):
-            raise ValueError(f"A bucket size must be a positive number of MiB, got {size!r}.")
+    if isinstance(given["bucket_cap_mb_list"], str | int | float):
+        what = given["bucket_cap_mb_list"]
+        raise TypeError(f"bucket_cap_mb_list must be a list of bucket sizes, got {what!r}.")
+    sizes = {"bucket_cap_mb": [given["bucket_cap_mb"]]}
+    sizes["bucket_cap_mb_list"] = given["bucket_cap_mb_list"] or []
+    for name, size in ((name, size) for name, some in sizes.items() for size in some):
+        if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
+            must = "a bucket size must be a positive number of MiB"
+            raise ValueError(f"{name}: {must}, got {size!r}.")
+    for name in FLAGS:  # "False", from a command line, would count as true
+        if isinstance(given[name], str):
+            raise TypeError(f"{name} must be True or False, got {given[name]!r}.")
+    kinds = {"process_group": dist.ProcessGroup, "device_mesh": DeviceMesh}
+    for name, kind in kinds.items():
+        if not isinstance(given[name], kind | None):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {given[name]!r}.")
 
 
 def find_process_group(
@@ -95,7 +115,9 @@ def check_devices(
 ) -> None:
     """Raise ``ValueError`` for more than one device id, or for any where the module decides."""
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {device_ids}."
+        )
     devices = {p.device for p in params}
     if (device_ids or output_device) and (len(devices) != 1 or devices.pop().type == "cpu"):
         raise ValueError(
