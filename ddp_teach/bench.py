@@ -1,6 +1,7 @@
 """ddp_teach, torch's class and the bare model side by side: what a training step costs.
 
 python -m ddp_teach.bench [--json] [--rounds 21] [--nprocs 2] [--workload mlp --workload conv]
+                          [--ladder]
 
 **Step.** A step is ``zero_grad``, forward, backward and an SGD step, on ranks of one thread each.
 All variants live in the same processes and share one process group. In every round each variant has
@@ -23,6 +24,8 @@ times more around a large model than around ``linear``, because the processor's 
 forgotten it meanwhile. Where the model has buffers (``conv``), sending them is part of it.
 
 **Memory.** Bytes of our buckets and of the gradients, after the last step.
+
+**Ladder.** On request every step of the ladder takes its turns, too.
 """
 
 import argparse
@@ -39,21 +42,25 @@ import torch.distributed as dist
 
 from ddp_teach.call import MOST_RANKS, short
 from ddp_teach.launch import LaunchError, launch
-from ddp_teach.stopwatch import measure
+from ddp_teach.stopwatch import STEPS_OF_THE_LADDER, measure
 from ddp_teach.workloads import WORKLOADS
 
 MOST_ROUNDS = 1000
 
 
 def bench(
-    workloads: Iterable[str] = tuple(WORKLOADS), rounds: int = 21, nprocs: int = 2
+    workloads: Iterable[str] = tuple(WORKLOADS),
+    rounds: int = 21,
+    nprocs: int = 2,
+    ladder: bool = False,
 ) -> dict[str, Any]:
     """Measure each of ``workloads`` on ``nprocs`` ranks; ``table`` makes the result readable.
 
     The result is made of dicts, str, int and float. ``["workloads"][name]`` has ``parameters`` (how
     many numbers), ``steps_per_turn``, ``seconds`` (per step: ``bare``, ``torch``, ``ours``,
-    ``all_reduce``), ``bound_seconds``, ``ours_over_torch``, ``forward_overhead_seconds`` (``torch``
-    and ``ours``), ``forward_overhead_ratio``, ``gradient_bytes`` and ``bucket_bytes``. Beside it:
+    ``all_reduce``, and with ``ladder`` the class names of its steps), ``bound_seconds``,
+    ``ours_over_torch``, ``forward_overhead_seconds`` (``torch`` and ``ours``),
+    ``forward_overhead_ratio``, ``gradient_bytes`` and ``bucket_bytes``. Beside it:
     ``ours_over_torch`` (geometric mean), ``rounds``, ``nprocs``, ``torch_version``.
 
     Raises ``TypeError`` or ``ValueError`` for arguments that can't be used, ``LaunchError`` if a
@@ -61,7 +68,7 @@ def bench(
     """
     names = check(workloads, rounds, nprocs)
     patience = 120.0 + 20.0 * rounds * len(names)  # a turn that slow is no turn any more
-    ranks = launch(measure, names, rounds, nprocs=nprocs, timeout=patience)
+    ranks = launch(measure, names, rounds, ladder, nprocs=nprocs, timeout=patience)
     results = {name: summarise([rank[name] for rank in ranks]) for name in names}
     return {
         "torch_version": torch.__version__,
@@ -142,17 +149,27 @@ def table(result: dict[str, Any]) -> str:
         extras.append([name, *forward, f"{r['forward_overhead_ratio']:.3f}", *sizes])
     steps.append(["geometric mean", *[""] * 6, f"{result['ours_over_torch']:.3f}"])
     ranks, rounds = result["nprocs"], result["rounds"]
-    return "\n".join(
-        [
-            f"Ranks: {ranks}, one thread each. Rounds: {rounds}. torch {result['torch_version']}.",
-            "",
-            "Milliseconds per step (median over rounds; ours/torch: of the ratios in a round)",
-            *aligned(steps),
-            "",
-            "Microseconds that a wrapper adds to a forward call; bytes of gradients and of buckets",
-            *aligned(extras),
-        ]
-    )
+    lines = [
+        f"Ranks: {ranks}, one thread each. Rounds: {rounds}. torch {result['torch_version']}.",
+        "",
+        "Milliseconds per step (median over rounds; ours/torch: of the ratios in a round)",
+        *aligned(steps),
+        "",
+        "Microseconds that a wrapper adds to a forward call; bytes of gradients and of buckets",
+        *aligned(extras),
+    ]
+    return "\n".join(lines + ladder_table(result["workloads"]))
+
+
+def ladder_table(workloads: dict[str, dict[str, Any]]) -> list[str]:
+    """Times up the ladder, a line for each wrapper; nothing where they were not measured."""
+    columns = [figures["seconds"] for figures in workloads.values()]
+    if not columns[0].keys() >= STEPS_OF_THE_LADDER.keys():
+        return []
+    rows = [["wrapper", *workloads]]
+    for name in ["bare", *STEPS_OF_THE_LADDER, "torch", "ours"]:
+        rows.append([name, *(f"{1e3 * seconds[name]:.3f}" for seconds in columns)])
+    return ["", "Milliseconds per step, up the ladder", *aligned(rows)]
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
@@ -185,6 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nprocs", type=number, default=2, help="number of ranks; 2 if not given")
     names = f"one of {', '.join(WORKLOADS)}; may be given several times; all if not given"
     parser.add_argument("--workload", action="append", dest="workloads", metavar="NAME", help=names)
+    parser.add_argument("--ladder", action="store_true", help="every step of the ladder, too")
     parser.add_argument("--json", action="store_true", help="for programs instead of people")
     given = parser.parse_args(arguments)
     call = given.workloads or list(WORKLOADS), given.rounds, given.nprocs
@@ -194,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what ranks may print
-            result = bench(*call)
+            result = bench(*call, ladder=given.ladder)
     except LaunchError as error:
         sys.exit(str(error))
     if not dist.is_initialized() or dist.get_rank() == 0:  # torchrun runs this on every rank

@@ -5,7 +5,7 @@ What the figures mean, and why they are taken in this way, is told in ``bench``.
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_teach.ddp import DistributedDataParallel
+from ddp_teach.steps import LADDER, AverageAfterBackward
 from ddp_teach.workloads import WORKLOADS
 
 TURN_SECONDS = 0.1  # about what torch's class takes for its turn
@@ -26,17 +27,24 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch": nn.parallel.DistributedDataParallel,
     "ours": DistributedDataParallel,
 }
+STEPS_OF_THE_LADDER: dict[str, Callable[[nn.Module], nn.Module]] = {
+    step.__name__: step for step in LADDER
+}
 
 
-def measure(names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """What this rank measures of each workload; all ranks call it."""
-    return {name: measure_workload(name, rounds) for name in names}
+def measure(names: list[str], rounds: int, ladder: bool = False) -> dict[str, dict[str, Any]]:
+    """What this rank measures of each workload; all ranks call it. With ``ladder`` every step of
+    the ladder is a variant, too."""
+    variants = VARIANTS | (STEPS_OF_THE_LADDER if ladder else {})
+    return {name: measure_workload(name, rounds, variants) for name in names}
 
 
-def measure_workload(name: str, rounds: int) -> dict[str, Any]:
+def measure_workload(
+    name: str, rounds: int, variants: Mapping[str, Callable[[nn.Module], nn.Module]]
+) -> dict[str, Any]:
     """Seconds per step and per forward overhead, by variant, one number a round; and the sizes."""
     model, x = WORKLOADS[name]()
-    models = {variant: wrap(copy.deepcopy(model)) for variant, wrap in VARIANTS.items()}
+    models = {variant: wrap(copy.deepcopy(model)) for variant, wrap in variants.items()}
     steps = {variant: step_of(m, x) for variant, m in models.items()}
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     steps["all_reduce"] = lambda: dist.all_reduce(flat)
@@ -69,6 +77,8 @@ def step_of(model: nn.Module, x: Tensor) -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad()
         model(x).sum().backward()
+        if type(model) is AverageAfterBackward:  # the later steps do it by themselves
+            model.sync_gradients()
         optimizer.step()
 
     return step

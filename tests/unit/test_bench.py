@@ -235,7 +235,7 @@ def test_ranks_figures_reach_the_result():
         bench_module, "launch", return_value=[{"conv": slow, "mlp": RANKS[0]}]
     ) as run:
         result = bench(["conv", "mlp", "conv"], rounds=3, nprocs=1)
-    assert run.call_args.args == (stopwatch.measure, ["conv", "mlp"], 3)
+    assert run.call_args.args == (stopwatch.measure, ["conv", "mlp"], 3, False)
     assert run.call_args.kwargs["nprocs"] == 1
     assert run.call_args.kwargs["timeout"] >= 2 * 3 * 4 * stopwatch.TURN_SECONDS * 10
     assert list(result["workloads"]) == ["conv", "mlp"]
@@ -282,6 +282,51 @@ def test_table():
     assert [len(block) for block in blocks] == [5, 4]
 
 
+LADDER = ["ForwardOnly", "SameStart", "AverageAfterBackward", "OverlappedHooks", "Buckets"]
+
+
+def test_table_of_the_ladder():
+    steps = {name: 1.5 + i for i, name in enumerate(LADDER)}
+    mlp = FIGURES | {"seconds": FIGURES["seconds"] | steps}
+    with_ladder = RESULT | {"workloads": {"mlp": mlp, "conv": mlp}}
+    lines = table(with_ladder).splitlines()
+    at = lines.index("Milliseconds per step, up the ladder")
+    assert [line.split() for line in lines[at + 1 :]] == [
+        ["wrapper", "mlp", "conv"],
+        ["bare", "2000.000", "2000.000"],
+        *([name, f"{i}500.000", f"{i}500.000"] for i, name in enumerate(LADDER, 1)),
+        ["torch", "4000.000", "4000.000"],
+        ["ours", "3000.000", "3000.000"],
+    ]
+    assert "wrapper " not in table(RESULT)
+
+
+def gradients_up_the_ladder():
+    """The first gradient that every variant's step leaves."""
+    model, x = WORKLOADS["linear"]()
+    found = {}
+    for name, wrap in (stopwatch.VARIANTS | stopwatch.STEPS_OF_THE_LADDER).items():
+        wrapped = wrap(copy.deepcopy(model))
+        stopwatch.step_of(wrapped, x)()
+        found[name] = next(wrapped.parameters()).grad
+    return found
+
+
+def test_every_step_of_the_ladder_does_its_own_work():
+    first, second = launch(gradients_up_the_ladder)
+    for name in LADDER:
+        averages = name in LADDER[2:]
+        assert torch.equal(first[name], second[name]) == averages
+        assert torch.equal(first[name], first["torch"]) == averages
+
+
+def test_ladder_is_measured_on_request(capsys):
+    main(["--json", "--rounds", "1", "--workload", "linear", "--ladder"])
+    seconds = json.loads(capsys.readouterr().out)["workloads"]["linear"]["seconds"]
+    assert set(seconds) == VARIANTS | {"all_reduce"} | set(LADDER)
+    assert all(s > 0 for s in seconds.values())
+
+
 def kinds_in(value):
     """The types of a JSON value's parts, for comparison."""
     if isinstance(value, dict):
@@ -305,7 +350,7 @@ def test_json_has_the_documented_form(capsys):
 
 
 def test_what_ranks_print_is_kept_out_of_the_output(capsys):
-    def noisy(*_):
+    def noisy(*_, ladder):
         print("[rank 0] something")
         return RESULT
 
