@@ -20,6 +20,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from ddp_teach.call import loads, pack_result
 from ddp_teach.hang_report import where
 
 RUNNING, RETURNED, WHERE, DONE = b"running", b"returned", b"where", b"done"  # over the connection
+
+ending = threading.Lock()  # held by the thread that is about to end this process
 
 
 def main(
@@ -58,11 +61,11 @@ def main(
     try:
         run_call(rank, world_size, folder, launcher, timeout)
     except BaseException as error:
-        write(folder / f"{rank}.failure", pickle.dumps(describe(error)))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # at once: the others' connections break, and that wakes them
-    launcher.send_bytes(RETURNED)
+        with ending:
+            write(folder / f"{rank}.failure", pickle.dumps(describe(error)))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # at once: the others' connections break, and that wakes them
     answering.join()  # until all are done: others may still need this rank's connections
     with contextlib.suppress(Exception):  # fn may have ended the group itself
         dist.destroy_process_group()
@@ -71,7 +74,7 @@ def main(
 def run_call(
     rank: int, world_size: int, folder: Path, launcher: Connection, timeout: float
 ) -> None:
-    """Join the process group, run the call, leave its result in the folder."""
+    """Join the process group, run the call, leave its result in the folder and say so."""
     torch.set_num_threads(1)  # ranks share the cores
     for seed in torch.manual_seed, numpy.random.seed, random.seed:  # forked, all would be equal
         seed(rank)
@@ -84,6 +87,7 @@ def run_call(
     fn, args, kwargs = loads((folder / "call").read_bytes())
     launcher.send_bytes(RUNNING)
     write(folder / f"{rank}.result", pack_result(fn(*args, **kwargs)))
+    launcher.send_bytes(RETURNED)
 
 
 def set_environment(environ: dict[str, str], rank: int, world_size: int) -> None:
@@ -179,12 +183,13 @@ def answer(launcher: Connection, thread: int, folder: Path) -> None:
         while launcher.recv_bytes() != DONE:
             launcher.send(where(thread, until=__file__))
     except (EOFError, OSError):
-        end_all_ranks(folder)
+        with ending:  # this rank fails as soon as it loses its connections to the others
+            end_all_ranks(folder)
 
 
 def end_all_ranks(folder: Path) -> None:
     """End the other ranks, even stopped ones, and the server that they were forked from, which by
-    itself takes seconds to end, with all of torch in it; remove the folder, and end this process.
+    itself takes seconds to end, with all of torch in it; remove both folders, and end this process.
 
     Only one rank does this: two could end each other before either had removed the folder.
     """
@@ -194,6 +199,7 @@ def end_all_ranks(folder: Path) -> None:
             if pid != os.getpid():
                 with contextlib.suppress(OSError):  # it has ended by itself
                     os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-        shutil.rmtree(folder, ignore_errors=True)
+        for left in folder, util.get_temp_dir():  # where the server has its socket
+            shutil.rmtree(left, ignore_errors=True)
     finally:
         os._exit(1)

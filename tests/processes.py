@@ -49,3 +49,10 @@ def wait_for(condition, seconds=20.0):
 def folders():
     """Private folders of this process's launches that are still there."""
     return set(glob.glob(os.path.join(tempfile.gettempdir(), f"ddp_teach-{os.getpid()}-*")))
+
+
+def folders_in(temporary):
+    """Names of folders there that launch made, or the server that ranks are forked from."""
+    return [
+        path.name for path in temporary.iterdir() if path.name.startswith(("ddp_teach-", "pymp-"))
+    ]
