@@ -5,7 +5,7 @@ drawn are the numbers of ``curve_rows``, rounded, so that a difference in the la
 two processors, does not change the picture.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 
 from ddp_teach.canvas import (
@@ -28,13 +28,20 @@ MOST = len(COLORS) - 1  # curves; the last colour, yellow, is hard to see as a t
 
 
 def curve_picture(
-    curves: Mapping[str, Sequence[float]],
+    curves: Mapping[str, Sequence[float | None]],
     title: str,
     x: Sequence[float] | None = None,
     x_label: str = "step",
     y_label: str = "loss",
+    *,
+    log_x: bool = False,
+    modelled: Collection[str] = (),
 ) -> Picture:
     """A picture of named ``curves`` of equal length, over ``x`` (by default 0, 1, 2, ...).
+
+    A ``None`` in a curve is a point left out. With ``log_x`` equal factors of x are equally far
+    apart, and each x has its number. The curves named in ``modelled`` are dashed; the others, which
+    were measured, then have a dot at every point.
 
     Raises ``ValueError`` where there is nothing to draw, for more than 6 curves, where lengths
     differ, and for numbers that are not finite.
@@ -46,17 +53,20 @@ def curve_picture(
         lines.append(f"{row['name']}: {first:g} at {first_x:g}, {last:g} at {last_x:g}")
     names = ", ".join(row["name"] for row in rows)
     alt = f"{title}. {count(len(rows), 'curve')} of {y_label} by {x_label}: {names}."
-    return Picture(draw_curves(rows, title, x_label, y_label), "\n".join(lines), alt)
+    for row in rows:
+        row["line"] = "--" if row["name"] in modelled else "o-" if modelled or log_x else "-"
+    ticks = list(x) if x is not None and log_x else None
+    return Picture(draw_curves(rows, title, x_label, y_label, ticks), "\n".join(lines), alt)
 
 
 def curve_rows(
-    curves: Mapping[str, Sequence[float]], x: Sequence[float] | None = None
+    curves: Mapping[str, Sequence[float | None]], x: Sequence[float] | None = None
 ) -> list[dict]:
     """What ``curve_picture`` draws: for every curve its ``name`` and its ``points``, pairs of x and
     y rounded to 4 decimals."""
     lengths = {name: len(ys) for name, ys in curves.items()}
-    if not lengths or min(lengths.values()) == 0:
-        raise ValueError(f"curves need a point each to be drawn, but got {lengths}.")
+    if not curves or any(all(y is None for y in ys) for ys in curves.values()):
+        raise ValueError(f"curves need a point each to be drawn, but got {dict(curves)}.")
     if len(curves) > MOST:
         raise ValueError(f"At most {MOST} curves fit into a picture, but got {len(curves)}.")
     if x is None:
@@ -64,12 +74,14 @@ def curve_rows(
     if set(lengths.values()) != {len(x)}:
         raise ValueError(f"Every curve must have {len(x)} points, one for each x; got {lengths}.")
     for name, ys in curves.items():
-        if not all(map(isfinite, ys)):
+        if not all(y is None or isfinite(y) for y in ys):
             raise ValueError(f"Curve {name!r} has a value that is not finite.")
-    return [
-        {"name": name, "points": [[rounded(a), rounded(b)] for a, b in zip(x, ys, strict=True)]}
-        for name, ys in curves.items()
-    ]
+    rows = []
+    for name, ys in curves.items():
+        pairs = zip(x, ys, strict=True)
+        points = [[rounded(a), rounded(b)] for a, b in pairs if b is not None]
+        rows.append({"name": name, "points": points})
+    return rows
 
 
 def rounded(number: float) -> float:
@@ -77,24 +89,35 @@ def rounded(number: float) -> float:
 
 
 @our_settings()
-def draw_curves(rows: Sequence[dict], title: str, x_label: str, y_label: str) -> Canvas:
+def draw_curves(
+    rows: Sequence[dict],
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_ticks: Sequence[float] | None = None,
+) -> Canvas:
     legend = legend_lines([row["name"] for row in rows], WIDTH - 2 * MARGIN)
     top = 38 + 16 * len(legend)
     canvas = Canvas(top + HEIGHT + 40)
     canvas.text(MARGIN, 19, title, 11, weight="bold")
     widths = [1.4 + 1.8 * (len(rows) - 1 - i) for i in range(len(rows))]  # the last on top
+    styles = [line_style(i, row["line"], widths[i]) for i, row in enumerate(rows)]
     for k, line in enumerate(legend):
         for i, place in line:
             at, y = MARGIN + place, 40 + 16 * k
-            style = {"color": bucket_color(i), "linewidth": widths[i]}
-            canvas.axes.plot([at, at + SAMPLE], [y, y], solid_capstyle="butt", **style)
+            canvas.axes.plot([at, at + SAMPLE], [y, y], **styles[i])
             canvas.text(at + SAMPLE + 5, y, rows[i]["name"], LEGEND)
     height, left = top + HEIGHT + 40, 52
     place = (left / WIDTH, 40 / height, (WIDTH - left - MARGIN) / WIDTH, HEIGHT / height)
     plot = canvas.figure.add_axes(place)
     for i, row in enumerate(rows):
         xs, ys = zip(*row["points"], strict=True)
-        plot.plot(xs, ys, color=bucket_color(i), linewidth=widths[i], solid_capstyle="butt")
+        plot.plot(xs, ys, **styles[i])
+    if log_ticks is not None:
+        plot.set_xscale("log")
+        plot.set_xticks(log_ticks, [f"{tick:g}" for tick in log_ticks])
+        plot.set_xticks([], minor=True)
+        plot.set_ylim(bottom=0)
     plot.spines[["top", "right"]].set_visible(False)
     plot.spines[["left", "bottom"]].set_color(PALE)
     plot.grid(color=NEUTRAL, linewidth=0.7)
@@ -103,6 +126,14 @@ def draw_curves(rows: Sequence[dict], title: str, x_label: str, y_label: str) ->
     plot.set_xlabel(x_label, fontsize=9, color=PALE)
     plot.set_ylabel(y_label, fontsize=9, color=PALE)
     return canvas
+
+
+def line_style(i: int, line: str, width: float) -> dict:
+    """How matplotlib draws curve ``i``; ``line`` is ``"-"``, ``"--"`` or, with dots, ``"o-"``."""
+    style = {"color": bucket_color(i), "linewidth": width, "solid_capstyle": "butt"}
+    if line == "o-":
+        return style | {"marker": "o", "markersize": width + 4}
+    return style | {"linestyle": line}
 
 
 def legend_lines(names: Sequence[str], width: float) -> list[list[tuple[int, float]]]:

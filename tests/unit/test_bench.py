@@ -298,7 +298,7 @@ def test_table_of_the_ladder():
         ["torch", "4000.000", "4000.000"],
         ["ours", "3000.000", "3000.000"],
     ]
-    assert "wrapper " not in table(RESULT)
+    assert "up the ladder" not in table(RESULT)
 
 
 def gradients_up_the_ladder():

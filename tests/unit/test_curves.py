@@ -57,11 +57,32 @@ def test_what_is_drawn_are_the_points_each_curve_narrower_than_the_one_below():
     assert lines[0].get_color() != lines[1].get_color()
 
 
+def test_modelled_curves_are_dashed_and_measured_ones_have_dots():
+    curves = {"measured": [1.0, None, 3.0], "model": [2.0, 2.0, 2.0]}
+    picture = curve_picture(curves, "Two", x=[2, 4, 8], modelled=["model"])
+    measured, model = plotted(picture)
+    assert (measured.get_linestyle(), measured.get_marker()) == ("-", "o")
+    assert (model.get_linestyle(), model.get_marker()) == ("--", "None")
+    assert measured.get_xdata().tolist() == [2, 8]  # nothing where nothing was measured
+    samples = picture.figure.axes[0].lines
+    assert [line.get_linestyle() for line in samples] == ["-", "--"]
+    assert [line.get_marker() for line in plotted(curve_picture(TWO, "Loss"))] == ["None"] * 2
+
+
+def test_a_logarithmic_axis_has_a_number_at_every_x():
+    picture = curve_picture({"a": [3, 1, 2]}, "Sizes", x=[0.01, 1, 25], log_x=True)
+    axis = picture.figure.axes[1]
+    assert axis.get_xscale() == "log"
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.01", "1", "25"]
+    assert axis.get_ylim()[0] == 0
+
+
 @pytest.mark.parametrize(
     ("curves", "x", "message"),
     [
         ({}, None, "need a point"),
         ({"a": []}, None, "need a point"),
+        ({"a": [1.0], "b": [None]}, None, "need a point"),
         ({"a": [1.0], "b": [1.0, 2.0]}, None, "Every curve must have 1 points"),
         ({"a": [1.0, 2.0]}, [0], "Every curve must have 1 points"),
         ({"a": [1.0, float("nan")]}, None, "'a' has a value that is not finite"),
@@ -78,6 +99,13 @@ PICTURES = {
     "one point": lambda: curve_picture({"a": [1.0]}, "One step"),
     "six": lambda: curve_picture(
         {f"a training with the number {i}": [1e6 * i, -1e-3, 0] for i in range(6)}, "Six"
+    ),
+    "logarithmic": lambda: curve_picture(
+        {"a": [3, 1, 2, 4, 5], "b": [1, None, None, 2, 3]},
+        "Sizes",
+        x=[8, 64, 128, 256, 1024],
+        log_x=True,
+        modelled=["b"],
     ),
     "odd names": lambda: curve_picture({"a <b> & 'c'": [1, 2], "$x_1$": [2, 1]}, "x < y & $z$"),
 }
