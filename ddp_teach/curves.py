@@ -101,11 +101,14 @@ def draw_curves(
     canvas = Canvas(top + HEIGHT + 40)
     canvas.text(MARGIN, 19, title, 11, weight="bold")
     widths = [1.4 + 1.8 * (len(rows) - 1 - i) for i in range(len(rows))]  # the last on top
+    if any(row["line"] == "--" for row in rows):  # wide dashes are ugly, and these don't coincide
+        widths = [2.0] * len(rows)
     styles = [line_style(i, row["line"], widths[i]) for i, row in enumerate(rows)]
     for k, line in enumerate(legend):
         for i, place in line:
             at, y = MARGIN + place, 40 + 16 * k
-            canvas.axes.plot([at, at + SAMPLE], [y, y], **styles[i])
+            xs = [at, at + SAMPLE / 2, at + SAMPLE] if "marker" in styles[i] else [at, at + SAMPLE]
+            canvas.axes.plot(xs, [y] * len(xs), markevery=[1], **styles[i])
             canvas.text(at + SAMPLE + 5, y, rows[i]["name"], LEGEND)
     height, left = top + HEIGHT + 40, 52
     place = (left / WIDTH, 40 / height, (WIDTH - left - MARGIN) / WIDTH, HEIGHT / height)
