@@ -91,7 +91,11 @@ def test_kill(start_kernel, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "times", [pytest.param(2, id="2"), pytest.param(20, id="20", marks=pytest.mark.nightly)]
+    "times",
+    [
+        pytest.param(2, id="2"),
+        pytest.param(20, id="20", marks=[pytest.mark.nightly, pytest.mark.timeout(600)]),
+    ],
 )
 def test_two_notebooks_launch_at_the_same_time(times, start_kernel):
     ours, theirs = start_kernel(), start_kernel()

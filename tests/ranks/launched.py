@@ -1,5 +1,6 @@
 """Functions that the tests of launch run on ranks; few imports, because every rank does them."""
 
+import glob
 import os
 import random
 import subprocess
@@ -34,14 +35,25 @@ def surroundings():
     return env, os.getcwd(), torch.get_num_threads(), dist.get_backend()
 
 
-def listening():
+def addresses_in_use(launcher):
+    """What the launching process and all processes below it listen on or are connected from."""
     subgroup = dist.new_group([0, 1])  # has connections of its own
     dist.all_reduce(torch.ones(1), group=subgroup)
     dist.barrier()
-    process = psutil.Process()
-    connections = getattr(process, "net_connections", process.connections)(kind="inet")
+    process = psutil.Process(launcher)
+    in_use = {p.pid: addresses(p) for p in [process, *process.children(recursive=True)]}
     dist.barrier()
-    return [c.laddr.ip for c in connections]
+    return os.getpid(), in_use
+
+
+def addresses(process):
+    connections = getattr(process, "net_connections", process.connections)(kind="inet")
+    return {connection.laddr.ip for connection in connections}
+
+
+def modes(pattern):
+    """Who may do what with the files of that pattern."""
+    return [oct(os.stat(path).st_mode & 0o777) for path in glob.glob(pattern)]
 
 
 def draws():
