@@ -1,6 +1,4 @@
-"""What an all-reduce costs: the alpha-beta model, fitted on this machine, used for larger ones.
-
-python -m ddp_teach.cost_model
+"""What an all-reduce costs: the alpha-beta model, and its fit to what was measured.
 
 A message of b bytes takes alpha + b / beta seconds: a latency, however small it is, and then its
 bytes at some bandwidth. In a ring all-reduce over n ranks every rank sends 2 (n - 1) messages, one
@@ -12,33 +10,30 @@ The second part hardly grows with n, which is why rings are used; the first grow
 why buckets are large. (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", JPDC 2009.)
 
-The model takes every rank to have a processor of its own. With more ranks than cores on one machine
-they wait for each other's turn, of which it knows nothing: its error says so.
+On one machine sending is the processors' work. Where ranks outnumber the cores they take turns, and
+everything takes as many times longer as there are ranks to a core.
+
+``rank_sweep`` measures what is to be fitted; ``clusters`` has published figures of larger machines.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
-
-from ddp_teach.launch import launch
-
-RANKS = range(2, 9)
-SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # bytes of the all-reduces that are measured
 
 
 @dataclass(frozen=True)
 class Network:
     """``alpha``: seconds that a message takes however small it is. ``beta``: bytes per second from
-    one rank to the next. ``source``: who says so."""
+    one rank to the next. ``cores``: how many ranks can send at the same time. ``source``: who says
+    so."""
 
     alpha: float
     beta: float
+    cores: float = inf
     source: str = ""
 
 
@@ -48,28 +43,6 @@ class Sample(NamedTuple):
     ranks: int
     nbytes: int
     seconds: float
-
-
-NCCL_TABLE = "src/graph/tuning.cc of NCCL (commit 01afd20): ring, Simple protocol, over a network"
-
-# Published figures; what is made of them here is modelled, never measured. Latencies are those with
-# which NCCL itself chooses its algorithm.
-NETWORKS = {
-    # The eight GPUs of a server are one part of the ring, and its one network card carries it on.
-    "100 Gb/s for 8 GPUs": Network(
-        9.6e-6,
-        100e9 / 8,
-        "card: Mellanox ConnectX-4 with 100 Gb/s, one for each server of 8 GPUs, as in Li et al., "
-        f"VLDB 2020, section 5; latency: {NCCL_TABLE}",
-    ),
-    # Eight cards, eight rings side by side.
-    "400 Gb/s for each GPU": Network(
-        9.6e-6,
-        8 * 400e9 / 8,
-        "cards: NVIDIA DGX H100 User Guide, eight ConnectX-7 ports of 400 Gb/s for 8 GPUs; "
-        f"latency: {NCCL_TABLE}",
-    ),
-}
 
 
 def all_reduce_seconds(nbytes: float, ranks: int, network: Network, messages: int = 1) -> float:
@@ -83,7 +56,8 @@ def all_reduce_seconds(nbytes: float, ranks: int, network: Network, messages: in
             f"messages={messages}, nbytes={nbytes}."
         )
     latency = messages * 2 * (ranks - 1) * network.alpha
-    return latency + 2 * (ranks - 1) / ranks * nbytes / network.beta
+    turns = max(ranks / network.cores, 1.0)
+    return turns * (latency + 2 * (ranks - 1) / ranks * nbytes / network.beta)
 
 
 def step_bounds(compute: float, all_reduce: float) -> tuple[float, float]:
@@ -96,8 +70,8 @@ def efficiency(compute: float, step: float) -> float:
     return compute / step
 
 
-def fit(samples: Sequence[Sample], rounds: int = 50) -> Network:
-    """The alpha and beta with which the model comes closest to ``samples``.
+def fit(samples: Sequence[Sample], cores: float = inf, rounds: int = 50) -> Network:
+    """The alpha and beta with which the model comes closest to ``samples``, on so many ``cores``.
 
     Least squares of the logarithms: twice as long is as wrong as half as long, for small tensors as
     for large ones. Raises ``ValueError`` for fewer than two samples over two ranks or more.
@@ -105,8 +79,9 @@ def fit(samples: Sequence[Sample], rounds: int = 50) -> Network:
     used = [s for s in samples if s.ranks > 1]
     if len(used) < 2:
         raise ValueError(f"fit needs two samples over at least 2 ranks, but got {len(used)}.")
-    ranks, nbytes, seconds = (np.array(column, dtype=float) for column in zip(*used, strict=True))
-    parts = np.stack([2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes], axis=1)
+    units = Network(1.0, inf, cores), Network(0.0, 1.0, cores)
+    parts = np.array([[all_reduce_seconds(s.nbytes, s.ranks, u) for u in units] for s in used])
+    seconds = np.array([s.seconds for s in used])
     logs = np.log(np.median(seconds[:, None] / parts, axis=0) / 2)  # of alpha and of 1 / beta
     for _ in range(rounds):  # Gauss-Newton
         terms = parts * np.exp(logs)
@@ -115,7 +90,7 @@ def fit(samples: Sequence[Sample], rounds: int = 50) -> Network:
         step, *_ = np.linalg.lstsq(slopes, np.log(seconds / modelled), rcond=1e-6)
         logs += np.clip(step, -1, 1)
     alpha, per_byte = np.exp(logs)
-    return Network(float(alpha), float(1 / per_byte), "fitted")
+    return Network(float(alpha), float(1 / per_byte), cores, "fitted")
 
 
 def relative_error(sample: Sample, network: Network) -> float:
@@ -129,43 +104,6 @@ def errors_by_ranks(samples: Iterable[Sample], network: Network) -> dict[int, fl
     for sample in samples:
         found.setdefault(sample.ranks, []).append(abs(relative_error(sample, network)))
     return {ranks: median(errors) for ranks, errors in sorted(found.items())}
-
-
-def measure(
-    ranks: Sequence[int] = tuple(RANKS), sizes: Sequence[int] = SIZES, repeats: int = 9
-) -> list[Sample]:
-    """Time all-reduces of ``sizes`` bytes over the first 2, 3, ... of the ranks on this machine."""
-    found = launch(measure_on_rank, ranks, sizes, repeats, nprocs=max(ranks), timeout=300.0)
-    # An all-reduce takes as long as it takes the slowest rank; of several, the median.
-    return [
-        Sample(n, size, median(map(max, zip(*(r[n, size] for r in found[:n]), strict=True))))
-        for n in ranks
-        for size in sizes
-    ]
-
-
-def measure_on_rank(
-    ranks: Sequence[int], sizes: Sequence[int], repeats: int
-) -> dict[tuple[int, int], list[float]]:
-    """This rank's seconds for every number of ranks and size, one for each repetition."""
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for n in ranks:
-        group = dist.new_group(list(range(n)))
-        if dist.get_rank() < n:
-            for size in sizes:
-                tensor = torch.zeros(size // 4)
-                dist.all_reduce(tensor, group=group)
-                seconds[n, size] = [seconds_of(tensor, group) for _ in range(repeats)]
-        dist.barrier()  # those who are not in the group wait without using the processor
-    return seconds
-
-
-def seconds_of(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Seconds of one all-reduce that all ranks start at about the same time."""
-    dist.barrier(group)
-    start = time.perf_counter()
-    dist.all_reduce(tensor, group=group)
-    return time.perf_counter() - start
 
 
 def table(samples: Sequence[Sample], network: Network) -> str:
@@ -183,8 +121,3 @@ def table(samples: Sequence[Sample], network: Network) -> str:
     for ranks, error in errors_by_ranks(samples, network).items():
         lines.append(f"{ranks} ranks: median error {100 * error:.0f} %")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    samples = measure()
-    print(table(samples, fit(samples)))

@@ -4,16 +4,14 @@ import random
 
 import pytest
 
-from ddp_teach import cost_model
+from ddp_teach.clusters import CLUSTERS, LI_2020
 from ddp_teach.cost_model import (
-    NETWORKS,
     Network,
     Sample,
     all_reduce_seconds,
     efficiency,
     errors_by_ranks,
     fit,
-    measure,
     relative_error,
     step_bounds,
     table,
@@ -62,6 +60,13 @@ def test_step_bounds_overlap_all_or_nothing():
     assert efficiency(3.0, 5.0) == 0.6
 
 
+def test_ranks_that_share_cores_take_turns():
+    alone, crowded = Network(0.25, 500.0), Network(0.25, 500.0, cores=2)
+    for ranks, times_longer in ((2, 1), (3, 1.5), (8, 4)):
+        longer = all_reduce_seconds(1000, ranks, crowded) / all_reduce_seconds(1000, ranks, alone)
+        assert longer == times_longer
+
+
 def made_up(network, factors=(1.0,)):
     draw = random.Random(0).choice
     return [
@@ -77,6 +82,14 @@ def test_fit_finds_the_network_that_made_the_samples(network):
     assert found.alpha == pytest.approx(network.alpha, rel=1e-6)
     assert found.beta == pytest.approx(network.beta, rel=1e-6)
     assert max(errors_by_ranks(made_up(network), found).values()) < 1e-6
+
+
+def test_fit_knows_how_many_cores_there_are():
+    network = Network(1e-5, 1e9, cores=2)
+    found = fit(made_up(network), cores=2)
+    assert (found.alpha, found.beta) == pytest.approx((network.alpha, network.beta), rel=1e-6)
+    assert found.cores == 2
+    assert fit(made_up(network)).alpha > 1.5 * network.alpha
 
 
 def test_fit_stands_noise_of_a_tenth_up_or_down():
@@ -121,26 +134,26 @@ def test_table_tells_measured_from_modelled():
     assert "2 ranks: median error 50 %" in text
 
 
-def test_every_published_network_has_a_source():
-    for network in NETWORKS.values():
-        assert network.source
-        assert 0 < network.alpha < 1e-3 and 1e9 < network.beta < 1e12
+# Clusters, as published.
 
 
-def test_measuring_takes_the_slowest_rank_and_then_the_median(monkeypatch):
-    def launched(fn, ranks, sizes, repeats, nprocs, timeout):
-        assert nprocs == 3
-        return [
-            {(2, 8): [1.0, 5.0, 2.0], (3, 8): [1.0, 1.0, 1.0]},
-            {(2, 8): [4.0, 1.0, 1.0], (3, 8): [1.0, 1.0, 1.0]},
-            {(3, 8): [2.0, 3.0, 9.0]},
-        ]
-
-    monkeypatch.setattr(cost_model, "launch", launched)
-    assert measure([2, 3], [8], 3) == [Sample(2, 8, 4.0), Sample(3, 8, 3.0)]
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
+def test_a_ring_beyond_a_server_is_slowed_down_by_its_network(cluster):
+    assert cluster.network(8) is cluster.within
+    for ranks in (16, 1024):
+        network = cluster.network(ranks)
+        assert cluster.within.alpha < network.alpha < cluster.between.alpha
+        assert network.beta == cluster.between.beta < cluster.within.beta
 
 
-def test_measuring_runs_on_real_ranks():
-    samples = measure([2, 3], [1024, 4096], repeats=2)
-    assert [(s.ranks, s.nbytes) for s in samples] == [(2, 1024), (2, 4096), (3, 1024), (3, 4096)]
-    assert all(s.seconds > 0 for s in samples)
+def test_seven_of_eight_hops_stay_within_a_server():
+    cluster = CLUSTERS["V100, 100 Gb/s a server"]
+    assert 8 * cluster.network(64).alpha == pytest.approx(7 * 3.4e-6 + 9.6e-6)
+
+
+def test_every_published_figure_has_a_source_and_a_sensible_size():
+    for cluster in CLUSTERS.values():
+        for network in (cluster.within, cluster.between):
+            assert "NCCL" in network.source and "bandwidth:" in network.source
+            assert 1e-6 < network.alpha < 1e-4 and 1e10 <= network.beta < 1e12
+    assert "VLDB 2020" in LI_2020.source
