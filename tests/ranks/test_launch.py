@@ -70,7 +70,9 @@ def test_usual_port_may_be_taken(monkeypatch):
         assert launch(launched.sum_of_ranks) == [(0, 2, 3), (1, 2, 3)]
 
 
-def test_nothing_beyond_loopback():
+def test_nothing_beyond_loopback(monkeypatch):
+    *_, (_, interface) = socket.if_nameindex()  # of a machine with a network not the loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     for rank, in_use in launch(launched.addresses_in_use, os.getpid()):
         assert in_use[rank] == {"127.0.0.1"}
         assert len(in_use) >= 4  # the launching process, the server, two ranks
