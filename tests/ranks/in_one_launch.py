@@ -21,7 +21,7 @@ def find_all(step: str, classes: Sequence[type[nn.Module]]) -> dict[type[nn.Modu
     failed = {cls: {} for cls in classes}  # by place of the probe
     for world_size in (2, 3):
         probes = [probe for probe in STEPS[step] if world_size in probe.world_sizes]
-        evidence = launch(try_all, step, classes, probes, nprocs=world_size)
+        evidence = launch(try_all, step, classes, probes, nprocs=world_size, timeout=100)
         for cls, of_ranks in zip(classes, zip(*evidence, strict=True), strict=True):
             for probe, *of_probe in zip(probes, *of_ranks, strict=False):
                 place = STEPS[step].index(probe)
