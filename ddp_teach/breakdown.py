@@ -26,7 +26,7 @@ from ddp_teach.reducer import Reducer
 from ddp_teach.steps import LADDER, AverageAfterBackward, Buckets, OverlappedHooks
 from ddp_teach.workloads import WORKLOADS
 
-UNSPLIT = "backward, not taken apart"
+UNSPLIT = "backward in C++"
 PARTS = ("forward", "computing", "hooks", "copies", "starting", "waiting", UNSPLIT)
 WARM_UP_STEPS = 3  # in the first, the order of the gradients is learned
 
@@ -157,7 +157,7 @@ def breakdown(workload: str = "narrow", steps: int = 9, nprocs: int = 2) -> dict
 
 def table(bars: Mapping[str, list[float]]) -> str:
     """What ``breakdown`` returned, as text to print: milliseconds."""
-    heads = [*PARTS[:-1], "not split", "total"]
+    heads = [*PARTS[:-1], "C++", "total"]
     lines = [f"{'':20}" + "".join(f"{head:>11}" for head in heads)]
     for name, seconds in bars.items():
         columns = "".join(f"{1e3 * s:11.2f}" for s in [*seconds, sum(seconds)])
