@@ -8,8 +8,8 @@
 # them as the endpoint where they meet (the rendezvous). Here, where Linux lets it, each node gets a
 # network of its own (a network namespace), and two are joined by a virtual cable: nobody outside
 # can connect, and all is gone when the script ends, however it ends. Elsewhere the nodes share this
-# machine's network and differ by their loopback address; torchrun's store then listens on all
-# interfaces, as it always does.
+# machine's network and differ by their loopback address. Torchrun's store listens on all interfaces
+# then, as it always does, and the script says so.
 set -euo pipefail
 nodes=$1
 shift
@@ -32,6 +32,7 @@ if [ -n "${IN_NAMESPACE-}" ]; then
         ${enter[i]} ip addr add "${address[i]}/24" dev cable
     done
 else
+    echo "nodes.sh: no network namespaces here: torchrun listens on all interfaces meanwhile" >&2
     address=(127.0.0.1 127.0.0.1)
     enter=("" "")
     if [ "$(uname)" = Linux ]; then

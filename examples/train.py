@@ -117,7 +117,10 @@ def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def progress(batches: Iterable, what: str) -> Iterator:
-    """The batches, counted on rank 0's terminal as they go by; where there is none, in silence."""
+    """The batches, with a bar on rank 0's terminal that grows as they go by.
+
+    Ranks that torchrun started have one; those that ``launch`` started print through it and don't.
+    """
     shown = dist.get_rank() == 0 and sys.stderr.isatty()
     total = len(batches)
     for i, batch in enumerate(batches, start=1):
@@ -141,7 +144,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="file with the state, to go on from")
     parser.add_argument("--ddp", choices=WRAPPERS, default="ddp_teach", help="whose class wraps it")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.checkpoint and not options.checkpoint.parent.is_dir():
+        parser.error(f"--checkpoint: there is no folder {options.checkpoint.parent}")
+    return options
 
 
 def main() -> None:

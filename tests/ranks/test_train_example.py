@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import pty
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -23,11 +26,11 @@ SHORT = ("--epochs", "2", "--windows", "64")
 LIMIT = 100  # seconds for one run of a script
 
 
-def started(*command):
+def started(*command, stderr=subprocess.STDOUT):
     """The script as a process whose output goes to a file; its end of a pipe keeps it alive."""
     environ = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     output = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed when the process has ended
-    how = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+    how = {"stdin": subprocess.PIPE, "stdout": output, "stderr": stderr}
     process = subprocess.Popen([*map(str, command)], env=environ, cwd=ROOT, **how)
     process.output = output
     return process
@@ -65,8 +68,9 @@ def ranks_of(process):
     return found
 
 
-def nodes(number, *arguments, torchrun=()):
-    return started("bash", "examples/nodes.sh", number, *torchrun, "examples/train.py", *arguments)
+def nodes(number, *arguments, torchrun=(), **how):
+    command = ("bash", "examples/nodes.sh", number, *torchrun, "examples/train.py", *arguments)
+    return started(*command, **how)
 
 
 def kept(path):
@@ -143,10 +147,21 @@ def test_torchrun_restarts_a_killed_rank_from_the_checkpoint(tmp_path):
     assert equal(kept(path), train_on(2, tmp_path / "undisturbed.pt", *arguments))
 
 
-def test_torchrun_arrives_at_the_weights_of_launch(launched, tmp_path):
-    path = tmp_path / "torchrun.pt"
-    finished(nodes(1, *SHORT, "--checkpoint", path))
+def test_torchrun_arrives_at_the_weights_of_launch_with_a_bar_on_rank_0s_terminal(
+    launched, tmp_path
+):
+    path, (ours, terminal) = tmp_path / "torchrun.pt", pty.openpty()
+    process = nodes(1, *SHORT, "--checkpoint", path, stderr=terminal)
+    os.close(terminal)
+    printed = finished(process).splitlines()
+    assert [line.split(":")[0] for line in printed] == ["epoch 1", "epoch 2"]  # from one rank
     assert equal(kept(path), launched[2])
+    drawn = os.read(ours, 10_000).decode()
+    os.close(ours)
+    bars = re.findall(r"\repoch (\d) \[(#+) *\] (\d)/(\d)", drawn)
+    lengths = {(epoch, step, of): len(bar) for epoch, bar, step, of in bars}
+    assert lengths == {(e, s, "2"): 15 * int(s) for e in "12" for s in "12"}
+    assert len(bars) == 4
 
 
 @pytest.mark.parametrize("how", ["killed", "its input closed"])
@@ -164,6 +179,46 @@ def test_nodes_end_with_whoever_started_them(how):
         process.kill()
         process.wait()
         process.output.close()
+
+
+# The order of the data, and random numbers.
+
+
+def what_epochs_see(arguments):
+    """For every epoch of a training: the inputs of this rank, and a random number."""
+    seen = []
+
+    def train_epoch(model, batches, optimizer):
+        seen.append((torch.cat([inputs for inputs, _ in batches]), torch.rand(1).item()))
+        return [0.0]
+
+    with patch.object(train, "train_epoch", train_epoch):
+        train.train(train.parse(arguments))
+    return seen
+
+
+def rows(inputs):
+    return sorted(map(tuple, inputs.tolist()))
+
+
+def test_each_epoch_has_an_order_of_its_own_and_each_window_goes_to_one_rank():
+    windows = train.Windows(train.make_text(seed=0), count=64).inputs
+    first, second = launch(what_epochs_see, list(SHORT))
+    for (mine, _), (theirs, _) in zip(first, second, strict=True):
+        assert rows(torch.cat([mine, theirs])) == rows(windows)
+    assert rows(first[0][0]) != rows(first[1][0])
+
+
+def test_random_numbers_differ_by_rank_and_epoch_and_are_the_same_after_a_restart(tmp_path):
+    path = str(tmp_path / "restarted.pt")
+    whole = launch(what_epochs_see, [*SHORT])
+    launch(what_epochs_see, ["--epochs", "1", *SHORT[2:], "--checkpoint", path])
+    rest = launch(what_epochs_see, [*SHORT, "--checkpoint", path])
+    numbers = [number for rank in whole for _, number in rank]
+    assert len(set(numbers)) == 4
+    for (_, (inputs, number)), [(inputs_of_rest, number_of_rest)] in zip(whole, rest, strict=True):
+        assert number_of_rest == number
+        assert torch.equal(inputs_of_rest, inputs)
 
 
 # Checkpoints.
@@ -219,6 +274,12 @@ def test_a_broken_off_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train.save(path, model, optimizer, [1.0, 0.5])
     assert kept(path)["history"] == [1.0]
+
+
+def test_a_checkpoint_in_no_folder_is_refused_before_anything_is_trained(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.parse(["--checkpoint", str(tmp_path / "missing" / "state.pt")])
+    assert "there is no folder" in capsys.readouterr().err
 
 
 # Evaluation.
