@@ -34,12 +34,13 @@ class BucketQueue:
         self.buckets, self.in_flight = buckets, []
         self.bucket_of = {i: bucket for bucket in buckets for i in bucket.indices}
 
-    def expect(self) -> None:
-        """A backward pass begins: no bucket is full, none has been launched."""
+    def expect(self) -> bool:
+        """A backward pass begins: no bucket is full, none has been launched. Whether parameters
+        were moved or converted since the last one."""
         self.in_flight: list[Bucket] = []
         self.unsent: set[int] = set()  # parameters that need not travel in this pass
-        for bucket in self.buckets:
-            bucket.expect()
+        changed = [bucket.expect() for bucket in self.buckets]
+        return any(changed)
 
     def launch_full(self) -> None:
         """Launch the buckets whose turn it is, up to the first that is not full."""
@@ -60,18 +61,23 @@ class BucketQueue:
             # A hook may start a second collective when its first is done, in a thread of its own:
             # no other may start before that, or it would come in another order on another rank.
             self._wait_for_all()
-        place = len(self.in_flight)
-        self.in_flight.append(bucket)
-        if self.unsent.issuperset(bucket.indices):
-            return
+        if not self.unsent.issuperset(bucket.indices):
+            self._send(bucket, place=len(self.in_flight))
+        self.in_flight.append(bucket)  # only now: if that fails, zeros are sent in its place
+
+    def _send(self, bucket: Bucket, place: int) -> None:
         sent[self.group.group_name] += 1
         bucket.number = sent[self.group.group_name]
+        how = () if self.comm_hook else (self.divisor, self.reciprocal)
         with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
+            try:
+                bucket.pack(*how)
+            except RuntimeError as error:
+                names = ", ".join(bucket.misfits())
+                raise RuntimeError(f"The gradient of {names} can't be sent: {error}") from error
             if self.comm_hook is None:
-                bucket.pack(self.divisor, self.reciprocal)
                 bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             else:
-                bucket.pack()
                 bucket.work = self.comm_hook(bucket, place, place + 1 == len(self.buckets))
 
     def wait(self, bucket: Bucket) -> None:

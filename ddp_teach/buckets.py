@@ -88,15 +88,18 @@ class Bucket:
         members = zip(self.params, self.offsets, strict=True)
         self.views = [view_like(p, self.flat, offset) for p, offset in members]
 
-    def expect(self) -> None:
-        """A backward pass begins: every gradient is still to come."""
+    def expect(self) -> bool:
+        """A backward pass begins: every gradient is still to come. Whether the parameters were
+        moved or converted since the last one."""
         self.pending, self.has_gaps, self.work = len(self.params), False, None
-        if self.params[0].dtype != self.flat.dtype or self.params[0].device != self.flat.device:
-            self._allocate()  # the model was moved or converted after it had been wrapped
+        first, flat = self.params[0], self.flat
+        if changed := first.dtype != flat.dtype or first.device != flat.device:
+            self._allocate()
         # A new gradient belongs to nobody yet, so a view can take its place and need no copying
         # back; a gradient that is there already may be held by others and is written in place.
         may_replace = self.large and not torch.is_grad_enabled()
         self.gives_views = may_replace and all(p.grad is None for p in self.params)
+        return changed
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         """Copy every gradient into the flat tensor, divided by ``divisor``; a missing one is zero.
@@ -150,6 +153,12 @@ class Bucket:
         """Those of ``indices`` that have no gradient and for which the flat tensor holds zeros."""
         members = zip(self.indices, self.params, self.views, strict=True)
         return {i for i, p, v in members if i in indices and p.grad is None and not v.any()}
+
+    def misfits(self) -> list[str]:
+        """Names of the parameters whose gradient is sparse or has not the shape of its place."""
+        members = zip(self.names, self.params, self.views, strict=True)
+        ready = [(name, p.grad, view) for name, p, view in members if p.grad is not None]
+        return [name for name, g, view in ready if g.is_sparse or g.shape != view.shape]
 
     def holds_gradients(self) -> bool:
         """Whether some gradient lies in the flat tensor while it travels."""

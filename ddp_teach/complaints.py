@@ -58,18 +58,22 @@ class Complaint:
     ):
         self.rank, self.names, self.params, self.busy = rank, names, params, busy
         self.message = self.last_message = None
+        self.silent: set[int] | None = None  # without a gradient in every pass since last asked
         self.step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def speak(
         self, problem: str | None, late: Sequence[int], missing: Sequence[int], static: bool
     ) -> None:
         """At the end of a backward pass: raise ``RuntimeError`` for ``problem``, or for ``late``
-        gradients; file a complaint about ``missing`` ones."""
+        gradients; file a complaint about ``missing`` ones, unless another pass brings theirs."""
         nodes = accumulation_nodes(self.params[i] for i in missing)
+        silent = {missing[k] for k in not_reached(nodes)}
+        self.silent = silent if self.silent is None else silent & self.silent
+        self.message = None
         if late and static:
             self._file(GRAPH_SHRANK, late)
-        elif silent := [missing[k] for k in not_reached(nodes)]:
-            self._file(GRAPH_SHRANK if static else UNUSED, silent)
+        elif self.silent:
+            self._file(GRAPH_SHRANK if static else UNUSED, sorted(self.silent))
         if problem is None and late:
             names = ", ".join(self.names[i] for i in late)
             problem = f"{GRAPH_GREW if static else LATE} On rank {self.rank}: {names}"
@@ -83,8 +87,8 @@ class Complaint:
 
     def raise_if_filed(self) -> None:
         """Raise the waiting complaint as ``RuntimeError``, once."""
-        if self.message is not None:
-            message, self.message = self.message, None
+        message, self.message, self.silent = self.message, None, None
+        if message is not None:
             self.raise_now(message)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from ddp_teach.buckets import Bucket, bucket_caps
 from ddp_teach.comm_hook import check_hook, run_hook
 from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
 from ddp_teach.reducer import Reducer
-from ddp_teach.replicas import BufferSync, broadcast_states, check_same_model
+from ddp_teach.replicas import BufferSync, broadcast_states, check_same_model, named_states
 from ddp_teach.torch_names import TorchNames
 
 
@@ -80,8 +80,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _start_equal(self, sync_buffers: bool) -> None:
         group, ignored = self.process_group, self.parameters_to_ignore
-        named = [(n, p) for n, p, _ in managed_parameters(self.module, ignored)]
-        check_same_model(named, group, self.device)
+        check_same_model(named_states(self.module, ignored, sync_buffers), group, self.device)
         broadcast_states(self.module, group, ignored, buffers=sync_buffers)
 
     def _attach(self) -> None:
@@ -104,16 +103,16 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """
         if self.reducer is None:
             return self.module(*inputs, **kwargs)
-        self.reducer.complaint.raise_if_filed()
         self.reducer.before_forward()
         joining = self._join_config.enable
         if joining:
             uneven.announce(self)
+        self.reducer.complaint.raise_if_filed()  # now: ranks that have joined may have one too
         if self.will_sync_module_buffers():
             rank = dist.get_rank(self.process_group)
             self.buffer_sync(uneven.highest(self, rank) if joining else 0)
         if joining:
-            uneven.highest(self, int(self.require_backward_grad_sync))
+            uneven.highest(self, int(self.require_backward_grad_sync and torch.is_grad_enabled()))
         if self.device_ids:
             (inputs,), (kwargs,) = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
         output = self.module(*inputs, **kwargs)

@@ -4,7 +4,7 @@ A parameter that is unfrozen, replaced or added after wrapping has no hook, so i
 stay local without a word. ``ModelWatch`` notices, at a cost that allows to look after every step.
 """
 
-from collections.abc import Collection, Iterator, Sequence, ValuesView
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from operator import is_
@@ -46,7 +46,7 @@ class ModelWatch:
         self.entries = self._registered()
 
     def _registered(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self.registries))]
+        return [*chain.from_iterable(r.values() for r in self.registries)]
 
     def __call__(self) -> str | None:
         now = self._registered()
@@ -86,12 +86,17 @@ class Outputs:
 
 def tensors_in(output: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(output, Tensor):
-        return [output]
-    if is_dataclass(output):
-        output = [getattr(output, field.name) for field in fields(output)]
-    elif isinstance(output, dict):
-        output = output.values()
-    if isinstance(output, list | tuple | ValuesView):
-        return [tensor for part in output for tensor in tensors_in(part)]
-    return []
+    tensors, parts, seen = [], [output], set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        elif id(part) not in seen:  # what refers to itself is looked into once
+            seen.add(id(part))
+            if is_dataclass(part) and not isinstance(part, type):
+                parts += [getattr(part, field.name, None) for field in fields(part)]
+            elif isinstance(part, dict):
+                parts += part.values()
+            elif isinstance(part, list | tuple):
+                parts += part
+    return tensors

@@ -6,8 +6,9 @@ earlier one is treated as if it belonged to the last.)
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,20 @@ from torch.autograd import Variable
 
 
 class BackwardPasses:
-    """Base of the reducer, which defines ``begin`` and ``complete``."""
+    """Base of the reducer, which defines ``params``, ``begin`` and ``complete``."""
 
     def __init__(self) -> None:
         self.expecting = False  # a synchronising forward has run, its backward has not ended
         self.entered: int | None = None  # autograd's id of the synchronising backward now running
         self.task: int | None = None  # the same, once the first gradient is there
         self.recognised = False  # whether that backward came through a hook
+        self.served = False  # whether one has run since the last forward that did not
         self.local = False  # the backward now running belongs to a forward in no_sync
 
     def is_running(self) -> bool:
         """Whether a synchronising backward has begun and not ended, or was broken off."""
-        return self.entered is not None
+        expected = self.expecting and not self.local and torch._C._current_graph_task_id() != -1
+        return expected or self.entered is not None
 
     def before_forward(self) -> None:
         """End, for the other ranks' sake, a synchronising backward that an exception broke off."""
@@ -36,16 +39,20 @@ class BackwardPasses:
 
     def after_forward(self, outputs: Iterable[Tensor], synchronise: bool) -> None:
         """Put a hook on ``outputs``, all tensors that the forward pass returned."""
-        self.expecting = self.expecting or synchronise
+        if not any(p.requires_grad for p in self.params):
+            return  # frozen for this pass, like one of two adversaries while the other is trained
+        self.expecting = synchronise or (self.expecting and not self.served)
+        self.served = False
         enter = self._enter_synchronising if synchronise else self._enter_local
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(enter)
             elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                tensor.register_hook(enter)  # an input, returned as it came
+                hook_once(tensor, enter)
 
     def _enter_synchronising(self, _grad: object) -> None:
-        if self.entered is None or self.entered != torch._C._current_graph_task_id():
+        here = torch._C._current_graph_task_id()
+        if self.entered != here and not frame_of(torch.autograd.grad):
             self._enter(recognised=True)
 
     def _enter_local(self, _grad: object) -> None:
@@ -73,10 +80,11 @@ class BackwardPasses:
     def _leave(self, task: int) -> None:
         if task != self.entered:
             return
-        if self.task is None and called_by_autograd_grad():
-            self.entered = None  # it leaves the parameters' gradients alone
-            return
         if self.task is None:  # no parameter took part on this rank
+            backward = frame_of(torch.autograd.backward)
+            if backward and backward.f_locals["inputs"]:
+                self.entered = None  # nor was any asked for
+                return
             self.task = task
             self.begin()
         self.complete()
@@ -86,9 +94,22 @@ class BackwardPasses:
             self.complete(taking_part=False)
 
 
-def called_by_autograd_grad() -> bool:
-    """Whether ``torch.autograd.grad`` runs the current backward pass, and not ``backward()``."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
-        frame = frame.f_back
-    return frame is not None
+def hook_once(leaf: Tensor, enter: Callable[[Tensor], None]) -> None:
+    """For an input that the module returned as it came: it may be used again, elsewhere."""
+
+    def hook(grad: Tensor) -> None:
+        handle.remove()
+        enter(grad)
+
+    handle = leaf.register_hook(hook)
+
+
+def frame_of(function: Callable) -> FrameType | None:
+    """Where ``function`` is running: ``torch.autograd.grad``, say, which leaves the parameters'
+    gradients alone. In any thread, because the backward pass of a GPU has one of its own."""
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code is function.__code__:
+                return frame
+            frame = frame.f_back
+    return None

@@ -60,9 +60,23 @@ class Reducer(BackwardPasses):
         self.queue = BucketQueue(group, reciprocal=not options.batched_grad_copy)
         cut = self.detect_unused or bool(options.bucket_bytes_cap_list)
         self.queue.use(self.bucket_order.first(cut))
-        hooks = [self._gradient_hook(i) for i in range(n)]
-        pairs = zip(self.params, hooks, strict=True)
+        self.hooks, self.handles = [self._gradient_hook(i) for i in range(n)], []
+        self._put_hooks_last()
+
+    def _put_hooks_last(self) -> None:
+        """Put a hook on every parameter, behind those of the user, which may change gradients."""
+        for handle in self.handles:
+            handle.remove()
+        pairs = zip(self.params, self.hooks, strict=True)
         self.handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
+        self.registries = [handle.hooks_dict_ref() for handle in self.handles]
+        self.registered = sum(map(len, self.registries))
+
+    def before_forward(self) -> None:
+        """Make ready for a forward pass."""
+        super().before_forward()
+        if sum(map(len, self.registries)) != self.registered:
+            self._put_hooks_last()
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters; the reducer does nothing any more."""
@@ -87,7 +101,8 @@ class Reducer(BackwardPasses):
         self.remaining = self.fires.copy()  # hook calls still to come, per parameter
         self.skipped: set[int] = set()  # parameters that this backward pass will not reach
         self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
-        self.queue.expect()
+        if self.queue.expect() and self.detect_unused:
+            self.nodes = unused.accumulation_nodes(self.params)  # autograd has made new ones
 
     def _gradient_hook(self, i: int) -> Callable[[Tensor], None]:
         def gradient_ready(_param: Tensor) -> None:
@@ -133,10 +148,11 @@ class Reducer(BackwardPasses):
                 self._write_back(idle, taking_part)
         finally:
             self.task = self.entered = None
-            self.expecting = self.expecting and not self.recognised
+            self.served, self.expecting = True, self.expecting and not self.recognised
         if self.lessons:
-            self._learn(self.lessons.pop(0), taking_part)
+            self._learn()
         if taking_part:
+            self._learn_fires()
             self.given = [False] * len(self.params)
             self.iterations += 1
             missing = [] if self.detect_unused else [i for i in idle if self.fires[i] > 0]
@@ -161,12 +177,18 @@ class Reducer(BackwardPasses):
             if taking_part:
                 bucket.unpack(leave if counted or not idle else bucket.empty_among(idle))
 
-    def _learn(self, lesson: str, taking_part: bool) -> None:
-        """``fires``: how often each hook fires in a static graph. ``order``: in which order the
-        gradients of rank 0 became ready; new buckets are cut in that order."""
-        if lesson == "order":
+    def _learn(self) -> None:
+        """``fires``: which parameters a static graph uses, counted by now, unless all ranks broke
+        off. ``order``: in which order gradients became ready; new buckets are cut in that order."""
+        if self.lessons[0] == "order":
             self.queue.use(self.bucket_order.learned(self.order))
-        elif taking_part:
+        elif not self.usage.counts.any():
+            return
+        del self.lessons[0]
+
+    def _learn_fires(self) -> None:
+        """A static graph shows in this rank's first backward pass how often each hook fires."""
+        if self.fires[0] == UNKNOWN:
             self.fires = [UNKNOWN - n for n in self.remaining]
             self.unreached = [i for i, n in enumerate(self.fires) if n == 0]
 

@@ -16,13 +16,27 @@ from ddp_teach.buckets import assign_buckets
 CHUNK_BYTES = 250 * 1024 * 1024  # so that the copy which is sent stays small beside the model
 
 
+def named_states(
+    module: nn.Module, ignored: Collection[str], buffers: bool
+) -> list[tuple[str, Tensor]]:
+    """Name and tensor of all parameters, frozen ones too, and ``buffers``, if asked for; names in
+    ``ignored`` are left out."""
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    return [(name, tensor) for name, tensor in named if name not in ignored]
+
+
 def check_same_model(
     named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise the same ``RuntimeError`` on every rank if the ranks' parameters differ in number,
-    name, shape, dtype or strides, or come in another order. ``device`` suits the group's backend.
+    """Raise the same ``RuntimeError`` on every rank if the ranks' tensors differ in number, name,
+    shape, dtype, strides or whether they are trained, or come in another order. ``device`` suits
+    the group's backend.
     """
-    mine = [f"{n}: shape {list(p.shape)}, {p.dtype}, strides {p.stride()}" for n, p in named]
+    mine = [
+        f"{name}: shape {list(t.shape)}, {t.dtype}, "
+        + (f"strides {t.stride()}" if t.requires_grad else "not trained")
+        for name, t in named
+    ]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
     number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
     numbers = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
@@ -36,13 +50,13 @@ def check_same_model(
 
 def first_difference(models: Sequence[Sequence[str]]) -> str:
     """Where the first rank that differs from rank 0 does so; ``models[r]`` has one line for each
-    parameter of rank r."""
+    parameter and buffer of rank r."""
     for rank, model in enumerate(models):
         if len(model) != len(models[0]):
-            return f"rank 0 has {len(models[0])} parameters, rank {rank} has {len(model)}"
+            return f"rank 0 has {len(models[0])} parameters and buffers, rank {rank} {len(model)}"
         for i, (theirs, ours) in enumerate(zip(models[0], model, strict=True)):
             if theirs != ours:
-                return f"parameter {i} is ({theirs}) on rank 0, ({ours}) on rank {rank}"
+                return f"number {i} is ({theirs}) on rank 0, ({ours}) on rank {rank}"
     return "nowhere"
 
 
@@ -83,8 +97,7 @@ def broadcast_states(
 ) -> None:
     """Overwrite the parameters (frozen ones too) and buffers of ``module`` with those of rank
     ``src`` of ``group``; names in ``ignored`` are left alone."""
-    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
-    states = [tensor for name, tensor in named if name not in ignored]
+    states = [tensor for _, tensor in named_states(module, ignored, buffers)]
     with torch.no_grad():
         for places in assign_buckets(states, [CHUNK_BYTES]):
             chunk = [states[k] for k in places]
@@ -106,12 +119,12 @@ class BufferSync:
         self.places = [
             (owner._buffers, name)
             for prefix, owner in module.named_modules()
-            for name in owner._buffers
+            for name, _ in owner._buffers.items()
             if f"{prefix}.{name}".lstrip(".") not in ignored
         ]
 
     def __call__(self, src: int = 0) -> None:
-        found = (registry.get(name) for registry, name in self.places)
+        found = (registry[name] for registry, name in self.places if name in registry)
         tensors = [buffer for buffer in found if buffer is not None]
         devices = dict.fromkeys(t.device for t in tensors)
         per_device = [[t for t in tensors if t.device == d] for d in devices]

@@ -18,13 +18,14 @@ class GradientBucket(Bucket):
                 view.copy_(p.grad.detach())
                 p.grad = view
 
-    def expect(self) -> None:
-        super().expect()
+    def expect(self) -> bool:
+        changed = super().expect()
         self.gives_views = False
         start, size = self.flat.data_ptr(), self.flat.element_size()
         places = zip(self.views, self.offsets, strict=True)
         if any(v.numel() and v.data_ptr() != start + o * size for v, o in places):
             self._allocate()  # module.to(memory_format=...) has put the views' contents elsewhere
+        return changed
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         self.has_gaps = any(p.grad is None for p in self.params)
@@ -42,7 +43,7 @@ class GradientBucket(Bucket):
 
     def unpack(self, leave: Collection[int] = ()) -> None:
         for i, p, view in zip(self.indices, self.params, self.views, strict=True):
-            if p.grad is None and i not in leave:
+            if p.grad is not view and not (p.grad is None and i in leave):
                 p.grad = view
 
     def holds_gradients(self) -> bool:
@@ -71,6 +72,9 @@ class SparseBucket(Bucket):
     def unpack(self, leave: Collection[int] = ()) -> None:
         if self.indices[0] not in leave:
             self.params[0].grad = self.flat
+
+    def misfits(self) -> list[str]:
+        return self.names
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()

@@ -22,6 +22,7 @@ class Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Answer one forward and backward pass of the ranks that still have inputs."""
+        self.wrapper.reducer.complaint.raise_if_filed()
         if self.wrapper.will_sync_module_buffers():
             self.wrapper.buffer_sync(highest(self.wrapper, -1))
         synchronises = highest(self.wrapper, 0) == 1
