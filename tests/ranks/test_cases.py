@@ -12,6 +12,7 @@ from torch import nn
 from ddp_teach import DistributedDataParallel, LaunchError, launch
 
 import_all()
+ENOUGH = 100.0  # seconds, for any machine, however slow
 
 
 @functools.cache
@@ -23,16 +24,16 @@ def section(
     names = [n for n, case in CASES.items() if case.nprocs == nprocs and not case.alone]
     names = [n for n in names if n.startswith(f"{name}.")]
     try:
-        return launch(run, names, wrapper, nprocs=nprocs, timeout=40), None
+        return launch(run, names, wrapper, nprocs=nprocs, timeout=ENOUGH), None
     except LaunchError as error:
         return [], error
 
 
-def outcome(name: str, wrapper: type[nn.Module]) -> list[Any]:
+def outcome(name: str, wrapper: type[nn.Module], timeout: float = ENOUGH) -> list[Any]:
     """What the case gives with this class, in rank order."""
     case = CASES[name]
     if case.alone:
-        results = launch(run, [name], wrapper, nprocs=case.nprocs, timeout=5)
+        results = launch(run, [name], wrapper, nprocs=case.nprocs, timeout=timeout)
     else:
         results, error = section(wrapper, case.nprocs, name.partition(".")[0])
         if error is not None:
@@ -64,7 +65,7 @@ def test_torch(name):
     case, theirs = CASES[name], nn.parallel.DistributedDataParallel
     if case.torch is HANGS:
         with pytest.raises(LaunchError):
-            outcome(name, theirs)
+            outcome(name, theirs, timeout=5)
     else:
         assert outcome(name, theirs) == on_each_rank(case.torch, case.nprocs)
 
