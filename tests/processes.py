@@ -1,7 +1,9 @@
 """What a launch may leave behind, looked up in the operating system."""
 
+import contextlib
 import glob
 import os
+import signal
 import tempfile
 import time
 
@@ -34,6 +36,12 @@ def is_alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def end_session(pid):
+    """End the process and all below it, if a session began with it; some may have ended before."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def wait_for(condition, seconds=20.0):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
-from processes import folders_in, is_alive, ranks_below, wait_for
+from processes import end_session, folders_in, is_alive, ranks_below, wait_for
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="sends signals")
 
@@ -51,6 +51,7 @@ class Kernel:
         return message
 
     def end(self):
+        end_session(self.pid)
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
 

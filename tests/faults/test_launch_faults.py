@@ -12,7 +12,7 @@ from pathlib import Path
 import failing
 import psutil
 import pytest
-from processes import folders, folders_in, is_alive, ranks_below, wait_for
+from processes import end_session, folders, folders_in, is_alive, ranks_below, wait_for
 
 from ddp_teach.launch import LaunchError, LaunchTimeout, launch
 
@@ -221,7 +221,7 @@ def parent(tmp_path):
 
     yield start
     for process in started:
-        process.kill()
+        end_session(process.pid)
         process.communicate()
 
 
