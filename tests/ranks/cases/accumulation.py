@@ -16,6 +16,7 @@ from cases import (
     grads,
     only_a,
     only_b,
+    sgd,
     x,
 )
 
@@ -102,6 +103,51 @@ def backward_twice_through_a_retained_graph(wrap, rank):
     loss.backward(retain_graph=True)
     loss.backward()
     return grad(model.module.weight)
+
+
+def one_backward_for_each_loss(model, rank):
+    """The gradients, and whether an optimizer may step."""
+    model.zero_grad()
+    for loss in model(x(rank)):
+        loss.sum().backward(retain_graph=True)
+    return [grads(model), attempt(sgd(model).step)]
+
+
+@case([[1.5, 1.5], None], variants=("plain", "view", "small"))
+def two_losses_with_a_backward_each(wrap, rank):
+    return one_backward_for_each_loss(wrap(Two(lambda two, x: (two.a(x), two.b(x)))), rank)
+
+
+READY_TWICE = error(RuntimeError, "Expected to mark a variable ready only once")
+
+
+@case([[3.0, 1.5], None], torch=READY_TWICE, variants=("plain", "view", "small"))
+def two_losses_with_layers_in_common(wrap, rank):
+    def way(two, x):
+        y = two.a(x)
+        return y, two.b(y)
+
+    return one_backward_for_each_loss(wrap(Two(way)), rank)
+
+
+@case([[1.5, 1.5], None])
+def two_forwards_that_use_different_layers(wrap, rank):
+    model = wrap(Two(only_a))
+    first = model(x(rank)).sum()
+    model.module.way = only_b
+    second = model(x(rank)).sum()
+    first.backward()
+    second.backward()
+    return [grads(model), attempt(sgd(model).step)]
+
+
+@case([[3.5, 1.5], None], torch=READY_TWICE)
+def a_penalty_on_the_weights_before_the_loss(wrap, rank):
+    model = wrap(Two(lambda two, x: two.b(two.a(x))))
+    loss = model(x(rank)).sum()
+    model.module.a.weight.square().sum().backward()
+    loss.backward()
+    return [grads(model), attempt(sgd(model).step)]
 
 
 def a_while_accumulating(wrap, **options):

@@ -4,7 +4,7 @@ import torch
 from models import line
 from torch import nn
 
-from cases import Two, attempt, backward, by_rank, case, chained, error, grad, grads, sgd, x
+from cases import EVERY, Two, attempt, backward, by_rank, case, chained, error, grad, grads, sgd, x
 
 LOCAL = by_rank(1.0, 2.0)
 WRAP_AGAIN = "Wrap the model again"
@@ -138,7 +138,7 @@ def made_double(wrap, rank):
     return seen
 
 
-@case(["torch.float64", 1.5], torch=["torch.float64", LOCAL], variants=("plain", "view"))
+@case(["torch.float64", 1.5], torch=["torch.float64", LOCAL], variants=EVERY)
 def made_double_after_a_step(wrap, rank):
     model = wrap(line())
     backward(model, rank)

@@ -105,6 +105,31 @@ def frozen_on_one_rank(wrap, rank):
     return construct(wrap, module)
 
 
+@case(
+    error(RuntimeError, DIFFERENT, "1.weight: shape [1, 1]", "1.weight: shape [1, 2]"),
+    torch="silent",
+)
+def different_shapes_of_a_frozen_layer(wrap, rank):
+    frozen = nn.Linear(1 + rank, 1).requires_grad_(False)
+    return construct(lambda module: wrap(module) and "silent", nn.Sequential(line(), frozen))
+
+
+@case(error(RuntimeError, DIFFERENT, "(b: ", "(c: "), torch=by_rank([1.0, 2.0], [2.0, 1.0]))
+def different_order_of_buffers(wrap, rank):
+    module = line()
+    for name in "bc" if rank == 0 else "cb":
+        module.register_buffer(name, torch.tensor(1.0 if name == "b" else 2.0))
+    wrap(module)
+    return [module.b.item(), module.c.item()]
+
+
+@case(error(RuntimeError, DIFFERENT, "torch.float32", "torch.float64"), torch=HANGS, alone=True)
+def different_dtypes_of_a_buffer(wrap, rank):
+    module = line()
+    module.register_buffer("b", torch.ones(1, dtype=torch.float64 if rank else torch.float32))
+    return construct(wrap, module)
+
+
 @case(error(RuntimeError, DIFFERENT), torch=HANGS, alone=True, nprocs=3)
 def one_of_three_ranks_differs(wrap, rank):
     return construct(wrap, nn.Linear(2, 3 if rank < 2 else 4))
@@ -251,3 +276,15 @@ def wrapped_twice(wrap, rank):
     model = wrap(wrap(Two(chained)))
     backward(model, rank)
     return grads(model)
+
+
+@case([[1.5, 1.5], 2], variants=("plain", "unused", "static"))
+def a_scripted_module(wrap, rank):
+    module, seen = torch.jit.script(nn.Sequential(line(), nn.BatchNorm1d(1, affine=False))), []
+    model = wrap(module)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(torch.randn(4, 1)).sum() * 0 + model.module[0](x(rank)).sum()
+        loss.backward()
+        seen.append(grad(model.module[0].weight))
+    return [seen, module[1].num_batches_tracked.item()]

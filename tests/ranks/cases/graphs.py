@@ -21,6 +21,7 @@ from cases import (
     grad,
     grads,
     numbers,
+    sgd,
     x,
 )
 
@@ -172,6 +173,73 @@ def exception_in_the_middle_of_the_first_backward(wrap, rank):
     return [failed, grads(model)]
 
 
+@case([1.5, None], torch=[by_rank(1.0, 2.0), None], variants=("plain", "view"))
+def a_wrapper_that_is_gone_before_backward(wrap, rank):
+    two = Two(chained)
+    loss = wrap(two)(x(rank)).sum()
+    gc.collect()
+    loss.backward()
+    return [grad(two.a.weight), attempt(sgd(two).step)]
+
+
+@case(16.5, torch=by_rank(16.0, 17.0), variants=("plain", "small"))
+def a_reentrant_checkpoint_of_the_wrapper_beside_it(wrap, rank):
+    model, data = wrap(line()), x(rank, 10).requires_grad_()
+    (model(x(rank)) + checkpoint(model, data, use_reentrant=True)).sum().backward()
+    return grad(model.module.weight)
+
+
+@case([1.5, None])
+def an_input_returned_as_it_came_and_used_again(wrap, rank):
+    model, data = (
+        wrap(Wrapped(lambda layer, x: (x, layer(x)))),
+        torch.ones(1, 1, requires_grad=True),
+    )
+    (model(data)[1] * (rank + 1)).sum().backward()
+    if rank == 0:
+        data.sum().backward()
+    return [grad(model.module.layer.weight), attempt(sgd(model).step)]
+
+
+@case([by_rank(FAILED, None), None, [1.5] * 3])
+def autograd_grad_that_raises_on_one_rank(wrap, rank):
+    model = wrap(Fragile())
+
+    def fail():
+        if rank == 0:
+            torch.autograd.grad(model(x(rank), breaks=True).sum(), list(model.parameters()))
+
+    failed = attempt(fail)
+    stepped = attempt(torch.optim.SGD(model.parameters(), lr=1.0).step)
+    backward(model, rank)
+    return [failed, stepped, grads(model)]
+
+
+@case([by_rank(1.0, None), None, 1.5], variants=("plain", "view", "unused"))
+def backward_into_the_input_only_on_one_rank(wrap, rank):
+    """For an adversarial example, say."""
+    model, data = wrap(line()), x(rank).requires_grad_()
+    if rank == 0:
+        model(data).sum().backward(inputs=[data])
+    stepped = attempt(sgd(model).step)
+    backward(model, rank)
+    return [grad(data), stepped, grad(model.module.weight)]
+
+
+@case(
+    [FAILED, [1.5, None, 1.5], None],
+    torch=[FAILED, by_rank([1.0, None, 1.0], [2.0, None, 2.0]), None],
+    variants=("static",),
+)
+def exception_in_the_first_backward_of_a_static_graph(wrap, rank):
+    model = wrap(Fragile())
+    failed = attempt(lambda: model(x(rank), breaks=True, skip_b=True).sum().backward())
+    for _ in range(2):
+        model.zero_grad()
+        model(x(rank), skip_b=True).sum().backward()
+    return [failed, grads(model), attempt(sgd(model).step)]
+
+
 @case([1.5, 1.5])
 def loss_kept_as_attribute(wrap, rank):
     def keep(layer, x):
@@ -292,6 +360,18 @@ def a_forward_whose_result_is_dropped(wrap, rank):
     return [None, grad(model.module.weight)]
 
 
+@case([15.0, 15.0], variants=EVERY)
+def hooks_of_the_user_put_on_after_wrapping_change_gradients(wrap, rank):
+    model, seen = wrap(line()), []
+    weight = model.module.weight
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 10 * p.grad))
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grad(weight))
+    return seen
+
+
 @case([1.5, 1.5])
 def hooks_of_the_user_see_local_gradients(wrap, rank):
     two, seen = Two(chained), []
@@ -324,20 +404,23 @@ def an_exception_in_backward_and_then_a_step(wrap, rank):
     return [failed, attempt(optimizer.step), [p.item() for p in model.parameters()]]
 
 
-@case([[1.5, 1.5], [3.0, 0.0]])
+@case([[1.5, None], [3.0, 1.5]] * 2, variants=EVERY)
 def one_network_against_another(wrap, rank):
-    """As in a GAN: both are trained in turn, and each loss goes through both."""
-    maker, judge = wrap(line()), wrap(line())
-    seen = []
-    judge(maker(x(rank)).detach()).sum().backward()
-    torch.optim.SGD(judge.parameters(), lr=0.5).step()
-    seen.append([grad(judge.module.weight), 1.5])
-    judge.zero_grad()
-    judge.requires_grad_(False)
-    judge(maker(x(rank, 8))).sum().backward()
-    judge.requires_grad_(True)
-    torch.optim.SGD(maker.parameters(), lr=0.5).step()
-    return [*seen, [grad(maker.module.weight), 0.0 if grad(judge.module.weight) is None else 1.0]]
+    """As in a GAN: both are trained in turn, the loss of the maker goes through the frozen judge,
+    and a step is complete without it."""
+    maker, judge, seen = wrap(line()), wrap(line(2.0)), []
+    for _ in range(2):
+        judge.requires_grad_(True)
+        judge.zero_grad()
+        judge(maker(x(rank)).detach()).sum().backward()
+        torch.optim.SGD(judge.parameters(), lr=0.0).step()
+        seen.append([grad(judge.module.weight), grad(maker.module.weight)])
+        judge.requires_grad_(False)
+        judge(maker(x(rank))).sum().backward()
+        torch.optim.SGD(maker.parameters(), lr=0.0).step()
+        seen.append([grad(maker.module.weight), grad(judge.module.weight)])
+        maker.zero_grad()
+    return seen
 
 
 @case([0, 0])

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from cases import RACES, Two, attempt, backward, by_rank, case, chained, error, grad, grads
+from cases import HANGS, RACES, Two, attempt, backward, by_rank, case, chained, error, grad, grads
 
 VARIANTS = ("plain", "view", "small", "unused", "static")
 
@@ -196,3 +196,21 @@ def a_hook_that_raises_once(wrap, rank):
     model.zero_grad()
     backward(model, rank)
     return [outcome, grad(model.module.weight)]
+
+
+@case([by_rank(None, error(ValueError, "in the hook")), [1.5, 1.5]], torch=HANGS, alone=True)
+def a_hook_that_raises_on_one_rank(wrap, rank):
+    model, calls = wrap(Two(chained), bucket_cap_mb=1e-6), []
+
+    def fails_at_first(state, bucket):
+        calls.append(1)
+        if rank == 1 and len(calls) == 1:
+            raise ValueError("in the hook")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    backward(model, rank)
+    model.register_comm_hook(None, fails_at_first)
+    outcome = attempt(backward, model, rank)
+    model.zero_grad()
+    backward(model, rank)
+    return [outcome, grads(model)]

@@ -183,3 +183,21 @@ def a_sparse_layer_with_a_dense_gradient(wrap, rank):
     model = wrap(Looked())
     model.module.table.sparse = False
     return attempt(look_up, model, rank)
+
+
+class Functional(Looked):
+    """Looks up without a layer that could tell that gradients are sparse."""
+
+    def forward(self, indices):
+        return self.layer(nn.functional.embedding(indices, self.table.weight, sparse=True))
+
+
+@case(
+    error(RuntimeError, "table.weight", "sparse"),
+    torch=error(NotImplementedError, "SparseTensorImpl"),
+    variants=("plain", "view"),
+)
+def a_sparse_gradient_of_no_sparse_layer(wrap, rank):
+    module = Functional()
+    module.table.sparse = False
+    return attempt(look_up, wrap(module), rank)

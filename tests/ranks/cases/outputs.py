@@ -1,14 +1,15 @@
 """What a forward pass may return, and the tools that come in between."""
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from models import line
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cases import EVERY, Two, Wrapped, backward, by_rank, case, error, grad, grads, x
+from cases import EVERY, Two, Wrapped, attempt, backward, by_rank, case, error, grad, grads, sgd, x
 
 Pair = namedtuple("Pair", "value label")
 NOT_STATIC = EVERY[:4]
@@ -53,6 +54,28 @@ def a_dataclass(wrap, rank):
     return two_steps(wrap, rank, Result, lambda out: out.value)
 
 
+@dataclass
+class Unfinished:
+    value: Tensor
+    later: Tensor = field(init=False)
+
+
+@case([1.5, 1.5])
+def a_dataclass_with_a_field_not_set(wrap, rank):
+    return two_steps(wrap, rank, Unfinished, lambda out: out.value)
+
+
+def ring(y):
+    output = {"y": y, "kind": Result}
+    output["self"] = output
+    return output
+
+
+@case([1.5, 1.5])
+def a_dict_that_holds_itself(wrap, rank):
+    return two_steps(wrap, rank, ring, lambda out: out["y"])
+
+
 @case([1.5, 1.5], variants=EVERY)
 def a_named_tuple(wrap, rank):
     return two_steps(wrap, rank, lambda y: Pair(y, "label"), lambda out: out.value)
@@ -90,14 +113,27 @@ def two_opaque_outputs_two_backwards(wrap, rank):
     return seen
 
 
-@case([by_rank(1.0, 2.0), 3.0])
+@case([1.5, by_rank(1.0, 2.0), 3.0])
 def an_opaque_output_in_no_sync(wrap, rank):
+    model, seen = wrap(Wrapped(lambda layer, x: Opaque(layer(x)))), []
+    for synchronise in (True, False, True):
+        with nullcontext() if synchronise else model.no_sync():
+            model(x(rank))._hidden[0].sum().backward()
+        seen.append(grad(model.module.layer.weight))
+        if len(seen) == 1:
+            model.zero_grad()
+    return seen
+
+
+@case(
+    [error(RuntimeError, "in the middle of backward"), 1.0], torch=["stepped", by_rank(0.0, -1.0)]
+)
+def an_optimizer_that_steps_in_a_backward_from_an_opaque_output(wrap, rank):
     model = wrap(Wrapped(lambda layer, x: Opaque(layer(x))))
-    with model.no_sync():
-        model(x(rank))._hidden[0].sum().backward()
-    local = grad(model.module.layer.weight)
-    model(x(rank))._hidden[0].sum().backward()
-    return [local, grad(model.module.layer.weight)]
+    weight, optimizer = model.module.layer.weight, sgd(model)
+    weight.register_post_accumulate_grad_hook(lambda _param: optimizer.step() and None)
+    outcome = attempt(lambda: model(x(rank))._hidden[0].sum().backward())
+    return [outcome or "stepped", weight.item()]
 
 
 @case([1.5, 1.5], variants=("plain", "unused"))

@@ -5,7 +5,21 @@ import torch.distributed as dist
 from models import line
 from torch import nn
 
-from cases import Two, attempt, backward, by_rank, case, error, grad, grads, only_a, only_b, sgd, x
+from cases import (
+    HANGS,
+    Two,
+    attempt,
+    backward,
+    by_rank,
+    case,
+    error,
+    grad,
+    grads,
+    only_a,
+    only_b,
+    sgd,
+    x,
+)
 
 BOTH = ("plain", "view", "small")
 END = -3.6667
@@ -162,3 +176,39 @@ def mean_of_means_and_mean_over_samples(wrap, rank):
     dist.all_reduce(samples)
     (model(data).sum() * dist.get_world_size() / samples).backward()
     return [of_means, grad(model.module.weight)]
+
+
+@case(by_rank([1.5], [1.5, 1.0]), torch=HANGS, alone=True)
+def an_evaluation_in_join(wrap, rank):
+    model, seen = wrap(line()), []
+    with model.join():
+        for _ in range(rank + 1):
+            model.zero_grad()
+            backward(model, rank)
+            seen.append(grad(model.module.weight))
+            with torch.no_grad():
+                model(x(rank))
+    return seen
+
+
+@case([[1.5, None], None], torch=HANGS, alone=True)
+def no_input_for_a_static_graph_on_one_rank(wrap, rank):
+    model = wrap(Two(only_a), static_graph=True)
+    with model.join():
+        for _ in range(2 * rank):
+            backward(model, rank)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, rank)
+    return [grads(model), attempt(sgd(model).step)]
+
+
+@case(
+    error(RuntimeError, "b.weight"),
+    torch=error(RuntimeError, "Expected to have finished reduction"),
+)
+def an_unused_parameter_in_join(wrap, rank):
+    model = wrap(Two(only_a))
+    with model.join():
+        for _ in range(rank + 1):
+            backward(model, rank)
