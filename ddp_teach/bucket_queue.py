@@ -73,7 +73,9 @@ class BucketQueue:
             try:
                 bucket.pack(*how)
             except RuntimeError as error:
-                names = ", ".join(bucket.misfits())
+                pairs = zip(bucket.names, bucket.params, strict=True)
+                sparse = [n for n, p in pairs if p.grad is not None and p.grad.is_sparse]
+                names = ", ".join(sparse or bucket.names)
                 raise RuntimeError(f"The gradient of {names} can't be sent: {error}") from error
             if self.comm_hook is None:
                 bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)

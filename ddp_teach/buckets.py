@@ -154,12 +154,6 @@ class Bucket:
         members = zip(self.indices, self.params, self.views, strict=True)
         return {i for i, p, v in members if i in indices and p.grad is None and not v.any()}
 
-    def misfits(self) -> list[str]:
-        """Names of the parameters whose gradient is sparse or has not the shape of its place."""
-        members = zip(self.names, self.params, self.views, strict=True)
-        ready = [(name, p.grad, view) for name, p, view in members if p.grad is not None]
-        return [name for name, g, view in ready if g.is_sparse or g.shape != view.shape]
-
     def holds_gradients(self) -> bool:
         """Whether some gradient lies in the flat tensor while it travels."""
         return False

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+BACKWARD, GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+
 
 class BackwardPasses:
     """Base of the reducer, which defines ``params``, ``begin`` and ``complete``."""
@@ -39,7 +41,7 @@ class BackwardPasses:
 
     def after_forward(self, outputs: Iterable[Tensor], synchronise: bool) -> None:
         """Put a hook on ``outputs``, all tensors that the forward pass returned."""
-        if not any(p.requires_grad for p in self.params):
+        if not (self.params[0].requires_grad or any(p.requires_grad for p in self.params)):
             return  # frozen for this pass, like one of two adversaries while the other is trained
         self.expecting = synchronise or (self.expecting and not self.served)
         self.served = False
@@ -51,8 +53,10 @@ class BackwardPasses:
                 hook_once(tensor, enter)
 
     def _enter_synchronising(self, _grad: object) -> None:
-        here = torch._C._current_graph_task_id()
-        if self.entered != here and not frame_of(torch.autograd.grad):
+        if self.entered == torch._C._current_graph_task_id():
+            return
+        call = called_from()
+        if call is None or call.f_code is not GRAD:  # grad() leaves the parameters' .grad alone
             self._enter(recognised=True)
 
     def _enter_local(self, _grad: object) -> None:
@@ -81,8 +85,8 @@ class BackwardPasses:
         if task != self.entered:
             return
         if self.task is None:  # no parameter took part on this rank
-            backward = frame_of(torch.autograd.backward)
-            if backward and backward.f_locals["inputs"]:
+            call = called_from()
+            if call is not None and call.f_locals["inputs"]:
                 self.entered = None  # nor was any asked for
                 return
             self.task = task
@@ -104,12 +108,16 @@ def hook_once(leaf: Tensor, enter: Callable[[Tensor], None]) -> None:
     handle = leaf.register_hook(hook)
 
 
-def frame_of(function: Callable) -> FrameType | None:
-    """Where ``function`` is running: ``torch.autograd.grad``, say, which leaves the parameters'
-    gradients alone. In any thread, because the backward pass of a GPU has one of its own."""
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            if frame.f_code is function.__code__:
-                return frame
-            frame = frame.f_back
-    return None
+def called_from() -> FrameType | None:
+    """The call of ``torch.autograd.backward`` or ``grad`` that runs the current backward pass."""
+    found = innermost_call(sys._getframe())
+    if found is None:  # the backward pass of a GPU has a thread of its own
+        found = next(filter(None, map(innermost_call, sys._current_frames().values())), None)
+    return found
+
+
+def innermost_call(frame: FrameType | None) -> FrameType | None:
+    """The first call of one of the two, going outwards from ``frame``."""
+    while frame is not None and frame.f_code is not BACKWARD and frame.f_code is not GRAD:
+        frame = frame.f_back
+    return frame

@@ -73,8 +73,5 @@ class SparseBucket(Bucket):
         if self.indices[0] not in leave:
             self.params[0].grad = self.flat
 
-    def misfits(self) -> list[str]:
-        return self.names
-
     def empty_among(self, indices: Collection[int]) -> set[int]:
         return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()
