@@ -28,12 +28,13 @@ def plain_sum(output: Tensor) -> Tensor:
 
 
 FROZEN = "A frozen parameter never gets a gradient, its .grad is None: leave it out."
+TIED = "A tied weight is one parameter with two names, and module.parameters() lists it once."
 DTYPES = "Gradients of several dtypes don't fit into one tensor."
 
 PROBES = [
     trained(
-        "one layer; in every iteration another rank is late",
-        models.weights,
+        "one layer of two parameters; in every iteration another rank is late",
+        models.Weights,
         data=models.whole_numbers,
         loss_of=plain_sum,
         late_ranks=True,
@@ -41,7 +42,7 @@ PROBES = [
     trained(
         "three layers; in every iteration another rank is late", models.layers, late_ranks=True
     ),
-    trained("tied weights", models.Tied, set_to_none=False),
+    trained("tied weights", models.Tied, set_to_none=False, advice=TIED),
     trained("a frozen layer between two that learn", models.Frozen, advice=FROZEN),
     trained("parameters of several dtypes", models.Dtypes, advice=DTYPES),
     trained("batch norm and buffers", models.Buffers),

@@ -15,7 +15,7 @@ def context_probe(method: str, recipe: str) -> Probe:
     """Looks at what the method returns; ``recipe`` says how to write it."""
     judge = partial(not_a_context_manager, method=method, recipe=recipe)
     look = partial(what_it_returns, method=method, recipe=recipe)
-    return Probe(f"what {method}() returns", look, judge, (2,))
+    return Probe(f"what {method}() returns", look, judge, (3,))
 
 
 def what_it_returns(learner: Learner, method: str, recipe: str) -> str:

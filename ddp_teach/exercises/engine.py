@@ -2,67 +2,32 @@
 
 Three things may end a launch before its probes are through: the learner's code raises, it waits
 for something that never comes, or C++ gives up and takes the process along. What a rank was doing
-then, and which collectives it had started, stands in its journal: lines that it has printed, which
-``launch`` hands over even from a rank that is gone.
+then, and which collectives it had started, stands in its journal. The evidence of the probes before
+lies in files, one for each rank and probe.
 """
 
 import contextlib
 import io
-import json
-import re
-import time
-from collections import defaultdict
+import pickle
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ddp_teach.exercises import journal
+from ddp_teach.exercises.collectives import Collectives, NeverEnds
 from ddp_teach.exercises.crash import finding_of
-from ddp_teach.exercises.probe import (
-    JOURNAL,
-    Collectives,
-    Finding,
-    Learner,
-    Probe,
-    Said,
-    write_journal,
-)
+from ddp_teach.exercises.journal import Journal
+from ddp_teach.exercises.probe import Finding, Learner, Probe
 from ddp_teach.launch import LaunchError, LaunchTimeout, launch
 
-TIME_LIMIT = 4.0  # seconds for all probes of a launch; they take less than one
-QUIET = 2.0  # seconds without a word at its end: stuck, not just slow
-SLOW_LIMIT = 30.0  # seconds for a machine that has a lot else to do
-LINE = re.compile(r"^\[rank (\d+)\] ?(.*)$")
-
-
-@dataclass
-class Journal:
-    """What one rank said: in which probe it is, what it does in it, the collectives started."""
-
-    last_word: float = 0.0  # seconds since the epoch
-    probe: int = 0
-    doing: str = "starting"
-    advice: str = ""
-    started: list[str] = field(default_factory=list)
-    story: list[str] = field(default_factory=list)  # all that it did and started, in order
-    printed: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))  # by probe
-
-    def read(self, entry: dict[str, Any]) -> None:
-        """Take in one line."""
-        self.last_word = entry["time"]
-        if "probe" in entry:
-            self.probe, self.started, self.story = entry["probe"], [], []
-        elif "started" in entry:
-            self.started.append(entry["started"])
-            self.story.append(entry["started"])
-        elif "said" in entry:
-            self.printed[self.probe].append(entry["said"])
-        else:
-            self.doing, self.advice = entry["doing"], entry["advice"]
-            self.story.append(self.doing)
+TIME_LIMIT = 3.0  # seconds for all probes of a launch; they take about one
+SLOW_LIMIT = 60.0  # seconds if the ranks still work then: the machine has a lot else to do
 
 
 @dataclass(frozen=True)
@@ -80,7 +45,8 @@ def find_mistake(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> Mi
     """The first of ``probes`` that the class fails, on 2 or on 3 ranks; ``None`` if it passes."""
     mistake = None
     for world_size in (2, 3):
-        found = try_on(world_size, cls, step, probes)
+        chosen = [probe for probe in probes if world_size in probe.world_sizes]
+        found = try_on(world_size, cls, step, chosen) if chosen else None
         if found:  # from here on only an earlier one counts
             mistake, probes = found, probes[: probes.index(found.probe)]
     return mistake
@@ -93,48 +59,59 @@ def try_on(
     probes: Sequence[Probe],
     limit: float = TIME_LIMIT,
 ) -> Mistake | None:
-    """The first of ``probes`` that the class fails on so many ranks, within ``limit`` seconds."""
-    chosen = [probe for probe in probes if world_size in probe.world_sizes]
-    if not chosen:
-        return None
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(text):
-            results = launch(run_all, cls, step, chosen, nprocs=world_size, timeout=limit)
-    except LaunchError as error:
-        journals = read_journals(text.getvalue(), world_size)
-        quiet = time.time() - max(journal.last_word for journal in journals)
-        if isinstance(error, LaunchTimeout) and limit < SLOW_LIMIT and quiet < QUIET:
-            return try_on(world_size, cls, step, probes, SLOW_LIMIT)
-        failed = max(journal.probe for journal in journals)
-        # What the probes before had seen is gone with the ranks. A mistake there is the cause.
-        earlier = try_on(world_size, cls, step, chosen[:failed])
-        return earlier or crash_of(chosen[failed], error, journals)
-    journals = read_journals(text.getvalue(), world_size)
-    for number, (probe, *evidence) in enumerate(zip(chosen, *results, strict=True)):
-        if findings := list(probe.diagnose(evidence)):
+    """The first of ``probes`` that the class fails on so many ranks. What takes longer than
+    ``limit`` seconds is a hang if the ranks are stuck; else they get more time."""
+    text, error = io.StringIO(), None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with contextlib.redirect_stdout(text):
+                launch(run_all, cls, step, probes, folder, nprocs=world_size, timeout=limit)
+        except LaunchError as failure:
+            error = failure
+        evidence = read_evidence(Path(folder), len(probes), world_size)
+    journals = journal.read_journals(text.getvalue(), world_size)
+    if isinstance(error, LaunchTimeout) and limit < SLOW_LIMIT and not journal.stuck(journals):
+        return try_on(world_size, cls, step, probes, SLOW_LIMIT)
+    for number, (probe, of_ranks) in enumerate(zip(probes, evidence, strict=False)):
+        if findings := list(probe.diagnose(of_ranks)):
             return Mistake(probe, world_size, findings, [j.printed[number] for j in journals])
-    return None
+    failed = min(len(evidence), len(probes) - 1)
+    return crash_of(probes[failed], error, journals) if error else None
 
 
 def crash_of(probe: Probe, error: LaunchError, journals: Sequence[Journal]) -> Mistake:
     """The mistake that ended a launch in the middle of this probe."""
-    if probe.advise:
-        for journal in journals:
-            journal.advice = probe.advise(journals)
-    printed = [journal.printed[journal.probe] for journal in journals]
+    what = str(error).splitlines()[0]
+    if probe.advise and (" raised " not in what or NeverEnds.__name__ in what):
+        for told in journals:
+            told.advice = probe.advise(journals)
+    printed = [told.printed[told.probe] for told in journals]
     return Mistake(probe, len(journals), [finding_of(error, journals)], printed)
 
 
-def run_all(cls: type[nn.Module], step: str, probes: Sequence[Probe]) -> list[Any]:
-    """In a rank: the evidence of every probe."""
-    others, evidence = Others(), []
-    for number, probe in enumerate(probes):
-        write_journal({"probe": number})
-        learner = Learner(cls, step, others.wait)
-        with Collectives(learner), contextlib.redirect_stdout(Said()):
-            evidence.append(probe.run(learner))
-        others.wait()
+def run_all(cls: type[nn.Module], step: str, probes: Sequence[Probe], folder: str) -> None:
+    """In a rank: run every probe, and leave its evidence in the folder."""
+    others = Others()
+    with journal.pulse():
+        for number, probe in enumerate(probes):
+            journal.write({"probe": number})
+            learner = Learner(cls, step, others.wait)
+            with Collectives(learner.events), contextlib.redirect_stdout(journal.Said()):
+                evidence = probe.run(learner)
+            file = Path(folder, f"{number}-{dist.get_rank()}")
+            file.with_suffix(".part").write_bytes(pickle.dumps(evidence))
+            file.with_suffix(".part").rename(file)  # there at once, or not at all
+            others.wait()
+
+
+def read_evidence(folder: Path, probes: int, world_size: int) -> list[list[Any]]:
+    """By probe and rank; up to the first probe that not all ranks have come through."""
+    evidence = []
+    for number in range(probes):
+        files = [folder / f"{number}-{rank}" for rank in range(world_size)]
+        if not all(file.exists() for file in files):
+            break
+        evidence.append([pickle.loads(file.read_bytes()) for file in files])
     return evidence
 
 
@@ -153,17 +130,3 @@ class Others:
     def waits_for(self) -> str:
         """What ``launch`` tells of a rank that stands here."""
         return "the other ranks"
-
-
-def read_journals(text: str, world_size: int) -> list[Journal]:
-    """Every rank's journal, from all that they have printed."""
-    journals = [Journal() for _ in range(world_size)]
-    for line in text.split("\n"):
-        if not (parts := LINE.match(line)):
-            continue
-        journal = journals[int(parts[1])]
-        _, mark, entry = parts[2].partition(JOURNAL)
-        if mark:
-            with contextlib.suppress(json.JSONDecodeError):  # cut off: too much was printed
-                journal.read(json.loads(entry))
-    return journals

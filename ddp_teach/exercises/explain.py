@@ -4,13 +4,17 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from ddp_teach.exercises.collectives import not_waited_for
 from ddp_teach.exercises.mixture import close, expected_gradients, mixture_of
-from ddp_teach.exercises.probe import Finding, not_waited_for, ranks_text
+from ddp_teach.exercises.no_mixture import of_values
+from ddp_teach.exercises.probe import Finding, ranks_text
 from ddp_teach.exercises.training import Step
-from ddp_teach.exercises.verdicts import of_mixtures, of_values
+from ddp_teach.exercises.verdicts import of_mixtures
 from ddp_teach.exercises.wording import first_difference, number_texts, some
 
-WAIT = "Call wait() on each before you use it."
+WAIT = "Call wait() on each before {by}."
+TOO_LATE = "Each was waited for, but too late: .grad had its numbers by then."
+SET_BACK = "What a backward pass counts and keeps must be set back for the next one."
 EARLY = "are read before they are there"
 
 
@@ -31,10 +35,10 @@ def explain(evidence: Sequence[Sequence[Step]]) -> Iterator[Finding]:
         if wrong:
             yield from explain_iteration(number, iterations, wrong)
             return
-    if any(not_waited_for(step.events) for step in iterations[0]):
-        yield Finding(
-            f"gradients {EARLY}: this time they were right, by luck. {waits(iterations[0])} {WAIT}"
-        )
+    for steps in iterations:
+        if any(not_waited_for(step.events) for step in steps):
+            yield Finding(f"gradients {EARLY}: this time they were right, by luck. {waits(steps)}")
+            return
 
 
 def explain_iteration(
@@ -59,8 +63,9 @@ def explain_iteration(
         if EARLY in text:
             late = steps[0].late
             got_texts = (*got_texts[:late], "(it was late)", *got_texts[late + 1 :])
+        more = names_of_one(names, steps[0]) or set_back(number, text, steps)
         yield Finding(
-            f"{subject} {text.replace('@', since, 1)} {names_of_one(names, steps[0])}".strip(),
+            f"{subject} {text.replace('@', since, 1)} {more}".strip(),
             f"gradient of {names[0]}{list(place) or ''} in iteration {number + 1}",
             texts,
             got_texts,
@@ -73,6 +78,12 @@ def names_of_one(names: Sequence[str], step: Step) -> str:
     if len(names) > 1 or len(tied) < 2:
         return ""
     return f"It is one parameter with {len(tied)} names, {' and '.join(tied)}: treat it once."
+
+
+def set_back(number: int, text: str, steps: Sequence[Step]) -> str:
+    """That something is left of the first backward pass, where the second does not average."""
+    before = any(g is not None and g.any() for step in steps for g in step.before.values())
+    return SET_BACK if number and not before and "still the local ones" in text else ""
 
 
 def wrong_ranks(name: str, steps: Sequence[Step], expected: Tensor | None) -> list[int]:
@@ -107,40 +118,58 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
     if too_early(name, iterations):
         return (
             f"{EARLY}@: ranks that wait for a slower one end with numbers "
-            f"that were not reduced yet. {waits(steps)} {WAIT}"
+            f"that were not reduced yet. {waits(steps)}"
+        )
+    first, now = iterations[0][0].collectives, steps[0].collectives
+    if now > first:
+        return (
+            f"are wrong on {on}@: {now} collectives were started, {first} in iteration 1. Register "
+            "hooks once, in __init__."
         )
     last = iterations[number - 1] if number else None
     mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
     if all(close(gradient, expected, 2e-2) for gradient in got):
-        return f"are right to two or three digits only on {on}@: they were sent in a smaller dtype."
+        return f"are right to a few digits only on {on}@: they were sent in a smaller dtype."
     if len(ranks) < len(steps) and any(e.kind == "reduce" for e in steps[0].events):
         return f"are wrong on {on}@: dist.reduce gives the result to one rank, all_reduce to all."
-    if any(mixture is None for mixture in mixtures.values()):
+    if not all(mixtures.values()):
         return of_values(name, steps, ranks, on)
     return of_mixtures(name, mixtures, steps, on)
 
 
 def too_early(name: str, iterations: Sequence[Sequence[Step]]) -> bool:
-    """Whether something was not waited for, and a rank that had to wait for a late one ends with
-    what it had itself, or with something torn; the late rank has more, by then all have sent."""
-    if not any(not_waited_for(step.events) for step in iterations[0]):
+    """Whether ranks that had to wait for a late one end with what they had themselves, or with
+    something torn, while the late one has more: by the time it sends, all others have sent."""
+    if iterations[0][0].late is None:
         return False
-    on_late, torn = [], False
+    on_late, torn, own_only, late_right = [], False, True, True
     for number, steps in enumerate(iterations):
         last = iterations[number - 1] if number else None
         expected = expected_gradients(steps)[name]
         for rank in wrong_ranks(name, steps, expected):
             mixture = mixture_of(name, rank, steps, last)
-            own = mixture and list(mixture.weights) == [("local", rank, name)]
+            own = bool(mixture) and list(mixture.weights) == [("local", rank, name)]
             torn = torn or not mixture or own and rank != steps[0].late
-            on_late += [own] if rank == steps[0].late else [False]
-    return torn and not all(on_late)
+            own_only = own_only and own
+            late_right = late_right and rank != steps[0].late
+            on_late.append(own and rank == steps[0].late)
+    if any(not_waited_for(step.events) for steps in iterations for step in steps):
+        return torn and not all(on_late)
+    late_ones = {steps[0].late for steps in iterations if any_wrong(name, steps)}
+    return torn and own_only and late_right and len(late_ones) > 1
+
+
+def any_wrong(name: str, steps: Sequence[Step]) -> bool:
+    return bool(wrong_ranks(name, steps, expected_gradients(steps)[name]))
 
 
 def waits(steps: Sequence[Step]) -> str:
-    """How many collectives were started and how many of them waited for, on rank 0."""
+    """How many collectives were started and how many of them waited for, on rank 0; what to do."""
     missing = not_waited_for(steps[0].events)
+    if not missing:
+        return TOO_LATE
     started = steps[0].collectives
     were = "were" if started - missing != 1 else "was"
     many = f"{started} collective{'s'[: started > 1]}"
-    return f"Of {many} on rank 0, {started - missing} {were} waited for."
+    cure = WAIT.format(by=steps[0].by)
+    return f"Of {many} on rank 0, {started - missing} {were} waited for. {cure}"

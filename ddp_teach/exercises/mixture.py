@@ -5,6 +5,7 @@ Whatever a wrapper does with gradients is nearly always a weighted sum: the mean
 are found by least squares, so a mistake that nobody has thought of is still described rightly.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from ddp_teach.exercises.training import Gradients, Step
 
-Part = tuple[str, int, str]  # ("local", "last" or "before", rank, parameter)
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # relative
+Part = tuple[str, int, str]  # ("local", "newest", "last" or "before", rank, parameter)
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float64: 1e-9}  # relative
 ROUNDING = 1e-4
 
 
@@ -74,7 +75,7 @@ def mixture_of(
     for parts in candidates(name, rank, steps, last):
         weights = fit(list(parts.values()), target, TOLERANCE.get(got.dtype, ROUNDING))
         if weights is not None:
-            return Mixture({p: w for p, w in zip(parts, weights, strict=True) if abs(w) > 1e-3})
+            return Mixture({p: w for p, w in zip(parts, weights, strict=True) if w})
     return None
 
 
@@ -88,6 +89,8 @@ def candidates(
     if before is not None and before.any():
         local[("before", rank, name)] = before.double().flatten()
         yield local
+    if steps[rank].newest:
+        yield parts_of("newest", steps, name)
     if last:
         yield local | parts_of("last", last, name)
     numel = steps[rank].after[name].numel()
@@ -98,7 +101,8 @@ def candidates(
 
 def parts_of(kind: str, steps: Sequence[Step], name: str) -> dict[Part, Tensor]:
     """Every rank's local gradient of one parameter; ``None`` counts as zero, and is left out."""
-    gradients = {(kind, rank, name): step.local[name] for rank, step in enumerate(steps)}
+    found = "newest" if kind == "newest" else "local"
+    gradients = {(kind, rank, name): getattr(s, found)[name] for rank, s in enumerate(steps)}
     return {part: g.double().flatten() for part, g in gradients.items() if g is not None}
 
 
@@ -113,4 +117,11 @@ def fit(parts: list[Tensor], target: Tensor, tolerance: float) -> list[float] | 
     weights = torch.linalg.lstsq(matrix / scale, target.unsqueeze(1)).solution.squeeze(1) / scale
     if (matrix @ weights - target).abs().max() > tolerance * matrix.abs().max():
         return None
-    return [round(weight, 3) for weight in weights.tolist()]
+    return rounded(weights.tolist())
+
+
+def rounded(weights: list[float]) -> list[float]:
+    """To three digits after the point; to more where all are small."""
+    largest = max(map(abs, weights))
+    digits = 3 - min(math.floor(math.log10(largest)) + 1, 0) if largest else 3
+    return [round(weight, digits) for weight in weights]

@@ -18,7 +18,7 @@ def data(rank: int, number: int) -> Tensor:
 
 
 def whole_numbers(rank: int, number: int) -> Tensor:
-    """Inputs for ``weights``, of shape ``[1, 8]``: its gradient is the input. First comes the rank
+    """Inputs for ``Weights``, of shape ``[1, 8]``: they are the gradient. First comes the rank
     plus 1, times 10 for every number."""
     first = (rank + 1.0) * 10**number
     generator = torch.Generator().manual_seed(1000 * number + rank)
@@ -26,9 +26,15 @@ def whole_numbers(rank: int, number: int) -> Tensor:
     return torch.cat([torch.tensor([[first]]), rest], dim=1)
 
 
-def weights() -> nn.Linear:
-    """Eight weights and no bias."""
-    return nn.Linear(WIDTH, 1, bias=False)
+class Weights(nn.Module):
+    """Eight weights, and sixteen more: every row of a gradient is the sum of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.rand(rows, WIDTH)) for rows in (1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.first, self.second]).t()
 
 
 def layers() -> nn.Sequential:
@@ -83,6 +89,7 @@ class Buffers(nn.Module):
         super().__init__()
         self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
         self.norm.running_mean.normal_()
+        self.norm.num_batches_tracked.random_(1000)
         self.register_buffer("scale", torch.rand(WIDTH))
         self.register_buffer("mask", torch.rand(WIDTH) > 0.5)
         self.register_buffer("seen", torch.randint(1000, (2,)))

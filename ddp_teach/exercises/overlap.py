@@ -5,19 +5,26 @@ from this step on call nothing after backward. Here it is looked at when things 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_teach.exercises import models
 from ddp_teach.exercises.average import trained
-from ddp_teach.exercises.probe import Event, Finding, Learner, Probe
+from ddp_teach.exercises.collectives import Event
+from ddp_teach.exercises.probe import Finding, Learner, Probe
 from ddp_teach.exercises.training import squares
 
-LAYERS = 4
+LAYERS, WIDTH = 4, 512  # more than 1 MiB each: torch's class would cut them into two buckets
+A_LAYER = {"bucket_cap_mb": 1.5}  # less than two layers
 SMALL = {"bucket_cap_mb": 300 / 2**20}  # less than two layers of ``models.layers``, 288 bytes each
+LAST_HOOK = (
+    "All {count} collectives start when the last gradient is there, so nothing overlaps. Start "
+    "each as soon as its own gradients are there; buckets are sent in their order, so fill them "
+    "from the last parameter to the first, as backward goes."
+)
 ASYNC = "Start it with async_op=True, keep the work it returns, and wait at the end of backward."
 
 
@@ -40,7 +47,7 @@ class Watched(nn.Module):
 
     def __init__(self, learner: Learner):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.learner = [learner]  # in a list, so that nothing is copied or registered
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,32 +56,40 @@ class Watched(nn.Module):
         return x
 
 
-def watch_backward(learner: Learner, iterations: int = 3) -> list[Event]:
+@dataclass
+class Backward:
     """What happened during the last of several backward passes: a wrapper may learn from the first
     in which order gradients come."""
+
+    takes_cap: bool
+    events: list[Event]
+
+
+def watch_backward(learner: Learner, iterations: int = 3) -> Backward:
+    """Train a few iterations, and watch the last."""
     model = Watched(learner)
-    wrapper = learner.wrap(model, **SMALL)
+    wrapper = learner.wrap(model, **A_LAYER)
     for iteration in range(iterations):
-        x = models.data(dist.get_rank(), iteration).requires_grad_()  # so that layer 0 is passed
+        x = torch.ones(1, WIDTH, requires_grad=True)  # so that layer 0 is passed
         learner.doing(f"the forward pass of iteration {iteration + 1}")
         loss = squares(wrapper(x))
         learner.events.clear()
         learner.doing(f"the backward pass of iteration {iteration + 1}")
         loss.backward()
         wrapper.zero_grad()
-    return list(learner.events)
+    return Backward(learner.accepts("bucket_cap_mb"), list(learner.events))
 
 
-def judge_order(evidence: Sequence[list[Event]]) -> Iterator[Finding]:
+def judge_order(evidence: Sequence[Backward]) -> Iterator[Finding]:
     """Whether anything was under way while there was still something to compute."""
-    events = evidence[0]
-    ends = max(i for i, event in enumerate(events) if event.kind == "passed")
-    started = sum(event.collective for event in events)
-    early = sum(event.collective for event in events[:ends])
+    events = evidence[0].events
+    started = count(events)
+    if not started or started == 1 and evidence[0].takes_cap:
+        return  # a thread of the learner's own sends; or step buckets looks why there is one only
     expected = tuple("one at least" for _ in evidence)
-    counts = tuple(f"{count_before_end(e)} of {count(e)}" for e in evidence)
-    where = "collectives started before backward is through with the last layer"
-    if not early:
+    counts = tuple(f"{count(before_last(e.events))} of {count(e.events)}" for e in evidence)
+    where = "collectives started before backward comes to its last layer"
+    if not count(events[: passed(events)[-1]]):
         yield Finding(
             f"No all-reduce starts before backward ends: all {started} start after the last "
             "gradient is there, so nothing overlaps. Start each in a hook of its parameter "
@@ -83,7 +98,9 @@ def judge_order(evidence: Sequence[list[Event]]) -> Iterator[Finding]:
             expected,
             counts,
         )
-    elif not under_way(events[:ends]):
+    elif not count(before_last(events)):
+        yield Finding(LAST_HOOK.format(count=started), where, expected, counts)
+    elif not under_way(before_last(events)):
         yield Finding(
             "Backward stands still during every all-reduce: each is waited for at once, so "
             f"nothing overlaps. {ASYNC}"
@@ -95,10 +112,14 @@ def count(events: Sequence[Event]) -> int:
     return sum(event.collective for event in events)
 
 
-def count_before_end(events: Sequence[Event]) -> int:
-    """How many of them before backward was through with its last layer."""
-    ends = max(i for i, event in enumerate(events) if event.kind == "passed")
-    return count(events[:ends])
+def passed(events: Sequence[Event]) -> list[int]:
+    """Where backward was through with a layer."""
+    return [place for place, event in enumerate(events) if event.kind == "passed"]
+
+
+def before_last(events: Sequence[Event]) -> Sequence[Event]:
+    """What happened before backward was through with all layers but the last."""
+    return events[: passed(events)[-2] + 1]
 
 
 def under_way(events: Sequence[Event]) -> bool:

@@ -8,13 +8,15 @@ and what stands there afterwards. From those of all ranks ``explain.py`` conclud
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ddp_teach.exercises.probe import Event, Learner, values_of
+from ddp_teach.exercises.collectives import Event
+from ddp_teach.exercises.probe import Learner, values_of
 
 Gradients = dict[str, "Tensor | None"]  # by parameter name
 LATE = 0.03  # seconds: much longer than an all-reduce takes
@@ -26,11 +28,13 @@ class Step:
 
     local: Gradients  # of this rank's data alone, summed over the micro-batches
     before: Gradients  # what stood in .grad when the iteration began
-    after: Gradients
-    changed: list[str]  # parameters whose values were not the same after backward
-    events: list[Event]  # from backward on
+    after: Gradients = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)  # parameters with other values than before
+    events: list[Event] = field(default_factory=list)  # from backward on
+    newest: Gradients = field(default_factory=dict)  # of the last micro-batch, if there are several
     late: int | None = None  # the rank that came late
     told: str = ""  # what a hint may add about gradients that were not sent
+    by: str = "backward() returns"  # when gradients must be there
     tied: dict[str, list[str]] = field(default_factory=dict)  # by name: all names of the parameter
 
     @property
@@ -72,32 +76,70 @@ def train(
     for iteration in range(iterations):
         if iteration % zero_every == 0:
             optimizer.zero_grad(set_to_none)
-        late = iteration % world_size if late_ranks else None
         numbers = range(iteration * micro_batches, (iteration + 1) * micro_batches)
         batches = [data(rank, number) for number in numbers]
         with _disable_current_modes():  # ours, not the learner's; quicker without a look at it
-            before, weights = gradients(module), values(module)
-            local = local_gradients(reference, module, batches, loss_of)
-        events = []
+            step, weights = begin(reference, module, batches, loss_of), values(module)
+        step.late = iteration % world_size if late_ranks else None
         for x in batches:
-            learner.doing(f"the forward pass of iteration {iteration + 1}", advice)
-            loss = loss_of(wrapper(x))
-            time.sleep(LATE if rank == late else 0)
-            learner.doing(f"the backward pass of iteration {iteration + 1}", advice)
-            learner.events.clear()
-            loss.backward()
-            events += learner.events
-        learner.events.clear()
-        learner.after_backward(wrapper, advice)
-        events += learner.events
-        time.sleep(LATE / 2 if rank == late else 0)  # its all-reduces are done now, in any case
+            doing = partial(tell, learner, iteration, advice)
+            step.events += backward(learner, wrapper, x, loss_of, doing, rank == step.late)
+        step.events += synchronise(learner, wrapper, advice)
+        time.sleep(LATE / 2 if rank == step.late else 0)  # its all-reduces are done now
         with _disable_current_modes():
-            changed = [n for n, value in values(module).items() if not value.equal(weights[n])]
-            told = advice or likely(learner, wrapper)
-            found = local, before, gradients(module), changed, events, late, told
-            steps.append(Step(*found, all_names(module)))
+            step.after, step.tied = gradients(module), all_names(module)
+            step.changed = [n for n, v in values(module).items() if not v.equal(weights[n])]
+            step.told = "" if iteration else advice or likely(learner, wrapper)
+            step.by = moment(learner)
             optimizer.step()
+        steps.append(step)
     return steps
+
+
+def begin(
+    reference: nn.Module, module: nn.Module, batches: list[Tensor], loss_of: Callable
+) -> Step:
+    """What is known before the learner's code runs."""
+    local = local_gradients(reference, module, batches, loss_of)
+    several = len(batches) > 1
+    newest = local_gradients(reference, module, batches[-1:], loss_of) if several else {}
+    return Step(local, gradients(module), newest=newest)
+
+
+def tell(learner: Learner, iteration: int, advice: str, what: str) -> None:
+    learner.doing(f"the {what} pass of iteration {iteration + 1}", advice)
+
+
+def backward(
+    learner: Learner,
+    wrapper: nn.Module,
+    x: Tensor,
+    loss_of: Callable,
+    doing: Callable[[str], None],
+    is_late: bool,
+) -> list[Event]:
+    """The events of a backward pass; the forward pass comes before it."""
+    doing("forward")
+    loss = loss_of(wrapper(x))
+    time.sleep(LATE if is_late else 0)
+    doing("backward")
+    learner.events.clear()
+    loss.backward()
+    return list(learner.events)
+
+
+def synchronise(learner: Learner, wrapper: nn.Module, advice: str) -> list[Event]:
+    """The events of ``sync_gradients()``, where that is called."""
+    learner.events.clear()
+    learner.after_backward(wrapper, advice)
+    return list(learner.events)
+
+
+def moment(learner: Learner) -> str:
+    """When gradients must be there."""
+    if learner.step == "average":
+        return "sync_gradients() returns"
+    return "backward() returns; nothing of yours is called after it"
 
 
 def local_gradients(

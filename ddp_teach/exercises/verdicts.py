@@ -5,12 +5,23 @@ Every text goes on after the word "gradients"; ``@`` stands where the iteration 
 
 from collections.abc import Sequence
 
-import torch
-
-from ddp_teach.exercises.mixture import Mixture, close, expected_gradients
+from ddp_teach.exercises.mixture import Mixture
 from ddp_teach.exercises.probe import ranks_text
+from ddp_teach.exercises.ratios import ratio_text
 from ddp_teach.exercises.training import Step
 from ddp_teach.exercises.wording import some
+
+IN_FLIGHT = (
+    "The ranks end with different numbers: was a gradient changed while its all-reduce was under "
+    "way? Divide before it starts, or after wait()."
+)
+LOST = "what had accumulated in .grad before is lost. Average the whole of param.grad."
+
+
+SAME_EVERY_TIME = (
+    "Each of {count} collectives sent {numel} numbers, the same parameter every time. A lambda "
+    "made in a loop sees the loop's last value: use what the hook is called with."
+)
 
 
 def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], on: str) -> str:
@@ -21,50 +32,48 @@ def of_mixtures(name: str, mixtures: dict[int, Mixture], steps: Sequence[Step], 
     if any(others):
         return of_others(name, others, rows, on)
     if all(max(row) - min(row) < 2e-3 * max(map(abs, row)) for row in rows.values()):
-        ratios = {round(sum(row), 2) for row in rows.values()}
-        if len(ratios) == 1:
-            return ratio_text(ratios.pop(), size, on)
+        ratios = [sum(row) for row in rows.values()]
+        if max(ratios) - min(ratios) < 1e-2 * max(map(abs, ratios)):
+            return of_ratio(name, ratios[0], steps, on)
     own = {round(row[rank], 3) for rank, row in rows.items()}
     only_own = all(sum(map(abs, row)) == abs(row[rank]) for rank, row in rows.items())
     if only_own and len(own) == 1:
         return own_text(own.pop(), list(rows), steps, on)
     sources = {tuple(row) for row in rows.values()}
-    if len(sources) == 1 and sorted(row := sources.pop())[-2:] == [0.0, 1.0]:
+    row = next(iter(sources))
+    if len(sources) == 1 and sorted(row)[-2:] == [0.0, 1.0]:
         source = row.index(1.0)
         return (
             f"are those of rank {source} on {on}@: copied from one rank, not averaged over "
             "all. Every rank's data counts: use an all-reduce."
         )
+    if idle := alone(rows, size):
+        return f"are {mixed(rows, on)}@: {idle} takes no part. All ranks must."
     added = [[w - (rank == r) for r, w in enumerate(row)] for rank, row in rows.items()]
     if all(abs(weight - 1 / size) < 5e-3 for row in added for weight in row):
         return f"are the local ones plus the mean on {on}@: the mean replaces the local gradient."
-    return f"are {mixed(rows, on)}@; the mean is {1 / size:.3g} of every rank."
+    text = f"are {mixed(rows, on)}@; the mean is {1 / size:.3g} of every rank."
+    return text if len(sources) == 1 else f"{text} {IN_FLIGHT}"
 
 
-def ratio_text(ratio: float, size: int, on: str) -> str:
-    """For a gradient that is ``ratio`` times the mean."""
-    if ratio == 0:
-        return f"are all zero on {on}@."
-    if ratio < 0:
-        return f"have the wrong sign on {on}@: {ratio:g} times the mean."
-    what = (
-        f"are {ratio:.1f} times too large" if ratio > 1 else f"are {1 / ratio:.1f} times too small"
-    )
-    divisor = size / ratio
-    if abs(ratio - size) < 0.02:
-        why = "summed, not averaged. Divide by the world size."
-    elif abs(divisor - size * size) < 0.05 * size:
-        why = f"divided by the world size twice, by {size} and by {size} again."
-    elif abs(ratio - size * size) < 0.05 * size:
-        why = "summed twice, and never divided by the world size."
-    elif abs(divisor - round(divisor)) < 0.02 * divisor:
-        why = (
-            f"the sum was divided by {round(divisor)}, but there are {size} ranks. "
-            "dist.get_world_size() tells how many."
-        )
-    else:
-        why = f"the sum was divided by {divisor:.3g}, but there are {size} ranks."
-    return f"{what} on {on}@: {why}"
+def of_ratio(name: str, ratio: float, steps: Sequence[Step], on: str) -> str:
+    """For a gradient that is ``ratio`` times the mean of what this iteration adds."""
+    before = steps[0].before[name]
+    if abs(ratio - 1) < 0.01 and before is not None and before.any():
+        return f"are the new ones only on {on}@: {LOST}"
+    return ratio_text(ratio, len(steps), on)
+
+
+def alone(rows: dict[int, list[float]], size: int) -> str:
+    """The ranks that have nothing of the others, nor the others of them, if those have more."""
+    ranks = [
+        rank
+        for rank, row in rows.items()
+        if sum(map(bool, row)) == 1 and not any(rows[r][rank] for r in rows if r != rank)
+    ]
+    others = [rank for rank in rows if rank not in ranks]
+    together = len(rows) == size and len(others) > 1
+    return ranks_text(ranks, size) if ranks and together else ""
 
 
 def own_text(weight: float, ranks: list[int], steps: Sequence[Step], on: str) -> str:
@@ -92,6 +101,8 @@ def of_others(name: str, others: list[dict], rows: dict[int, list[float]], on: s
             f"are {how} those of the iteration before on {on}@: something is kept from one "
             "backward to the next."
         )
+    if kinds == {"newest"}:
+        return f"are those of the last micro-batch only on {on}@: {LOST}"
     if kinds == {"before"}:
         return (
             f"count what stood in .grad before backward {next(iter(others[0].values())):.3g} "
@@ -117,31 +128,13 @@ def mixed(rows: dict[int, list[float]], on: str) -> str:
     return " and ".join(f"{text} on {' and '.join(ranks)}" for text, ranks in texts.items())
 
 
-def of_values(name: str, steps: Sequence[Step], ranks: Sequence[int], on: str) -> str:
-    """The verdict where a gradient is no weighted sum of anything."""
-    got = [steps[rank].after[name] for rank in ranks]
-    local = [step.local[name] for step in steps if step.local[name] is not None]
-    stacked = torch.stack(local)
-    for how, values in (
-        ("MAX", stacked.amax(0)),
-        ("MIN", stacked.amin(0)),
-        ("PRODUCT", stacked.prod(0)),
-    ):
-        if all(close(gradient, values) for gradient in got):
-            return f"were combined by {how} on {on}@. The mean is a SUM, divided by the world size."
-    means = [mean.flatten() for mean in expected_gradients(steps).values() if mean is not None]
-    means = torch.cat([mean.to(got[0].dtype) for mean in means])
-    if all(torch.isin(gradient, means).all() for gradient in got):
-        return (
-            f"hold means on {on}@, but those of other places. Take a flat tensor apart in the "
-            "order in which it was put together."
-        )
-    return f"are wrong on {on}@, and no sum of the ranks' gradients either."
-
-
 def not_sent(steps: Sequence[Step]) -> str:
     """That not all bytes of the gradients were sent, and why perhaps; empty if they were."""
     gradients = [g for g in steps[0].local.values() if g is not None]
+    sizes = {gradient.numel() for gradient in gradients}
+    sent = [event.tensors[0][0] for event in steps[0].events if event.collective]
+    if len(set(sent)) == 1 < len(sizes) and len(sent) == len(gradients):
+        return SAME_EVERY_TIME.format(count=len(sent), numel=sent[0])
     needed = sum(g.numel() * g.element_size() for g in gradients)
     done = sum(event.nbytes for event in steps[0].events)
     if done >= needed:

@@ -46,3 +46,9 @@ def number_text(tensor: Tensor | None, place: tuple[int, ...], digits: int) -> s
     if tensor.dim() != len(place) or not tensor.numel():
         return f"shape {list(tensor.shape)}"
     return f"{tensor[place].item():.{digits}g}"
+
+
+def sentence(hint: str, **ranks: str) -> str:
+    """The hint filled in, with a capital letter."""
+    text = hint.format(**ranks)
+    return text[0].upper() + text[1:]

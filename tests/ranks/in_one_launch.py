@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from ddp_teach.exercises import STEPS
+from ddp_teach.exercises.collectives import Collectives
 from ddp_teach.exercises.engine import Others, find_mistake
-from ddp_teach.exercises.probe import Collectives, Finding, Learner, Probe
+from ddp_teach.exercises.probe import Finding, Learner, Probe
 from ddp_teach.launch import launch
 
 Findings = list[Finding]
@@ -42,7 +43,7 @@ def try_one(step: str, cls: type[nn.Module], probes: Sequence[Probe], others: Ot
     for probe in probes:
         learner = Told(cls, step, others.wait)
         try:
-            with Collectives(learner):
+            with Collectives(learner.events):
                 evidence.append(probe.run(learner))
         except Exception as error:
             return [*evidence, Finding(f"{learner.last} raised {error}")]

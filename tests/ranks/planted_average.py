@@ -364,7 +364,7 @@ class OneFlatTensor(Wrapper):
             p.grad = mean.view_as(p)
 
 
-@fault(AVERAGE, "smaller dtype", "two or three digits")
+@fault(AVERAGE, "smaller dtype", "right to a few digits")
 class Compressed(Wrapper):
     def sync(self, params):
         for p in params:

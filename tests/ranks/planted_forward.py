@@ -71,7 +71,7 @@ class NotUnpacked(Plain):
         return self.module(inputs, **kwargs)
 
 
-@fault(FORWARD, "a copy of the tensor")
+@fault(FORWARD, "a copy or a part of it")
 class Copied(Plain):
     def forward(self, *inputs, **kwargs):
         return self.module(*[x.clone() if torch.is_tensor(x) else x for x in inputs], **kwargs)

@@ -88,7 +88,7 @@ class AnswersOneStepOnly(GraphWalk):
             self.shadow()
 
 
-@fault(STOPPED, "All ranks are out of batches, but rank 0 waits in join for one more step")
+@fault(STOPPED, "All ranks are out of batches, but they do not leave join together")
 class NeverLeaves(GraphWalk):
     def answer_the_others(self):
         while True:
@@ -98,7 +98,7 @@ class NeverLeaves(GraphWalk):
         return [1, 1]
 
 
-@fault(STOPPED, "All ranks are out of batches, but rank 0 waits in join for one more step")
+@fault(STOPPED, "All ranks are out of batches, but they do not leave join together")
 class LastRankDoesNotCount(InSteps):
     alone = False
 
@@ -204,7 +204,7 @@ class DividesByThoseStillActive(GraphWalk):
         super().write_back(param, mean)
 
 
-@fault(JOIN, "Old gradients of rank 0, out of batches, came in again", "sends zeros")
+@fault(JOIN, "Rank 0, out of batches, still sends something, its old gradients perhaps", "sends zeros")
 class SendsOldGradients(GraphWalk):
     def launch(self, zeros=False):
         super().launch()

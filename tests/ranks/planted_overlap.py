@@ -167,7 +167,7 @@ class WaitsInTheNextForward(Hooks):
         return super().forward(*inputs, **kwargs)
 
 
-@fault(OVERLAP, "read before they are there", "Of 6 collectives on rank 0, 1 was waited for")
+@fault(OVERLAP, "read before they are there", "Of 2 collectives on rank 0, 1 was waited for")
 class WaitsForTheLastOnly(Hooks):
     def ready(self, param):
         super().ready(param)

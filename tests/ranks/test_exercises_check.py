@@ -66,8 +66,8 @@ Summed, step 'average', on 2 and 3 ranks
   forward     passed
   same_start  passed
   average     not yet
-    Tried on 2 ranks: one layer; in every iteration another rank is late.
-    gradient of weight[0, 0] in iteration 1:
+    Tried on 2 ranks: one layer of two parameters; in every iteration another rank is late.
+    gradient of first[0, 0] in iteration 1:
             expected  got
     rank 0  1.5       3
     rank 1  1.5       3
