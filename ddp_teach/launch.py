@@ -10,6 +10,7 @@ launch(total, nprocs=2)  # [3.0, 3.0]
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401, later it would hold on to the default group
 
 from ddp_teach.call import check_arguments, loads, pack, pack_result
 from ddp_teach.failures import LaunchError, LaunchTimeout, first_cause, out_of_time
@@ -150,10 +152,21 @@ def run_under_torchrun(call: Callable[[], Any], nprocs: int) -> list:
     """Run the call on this rank, one of those that torchrun started; return all ranks' results."""
     if not dist.is_initialized():
         init_process_group()
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        atexit.register(leave)
     world_size = dist.get_world_size()
     if nprocs != world_size and dist.get_rank() == 0:
         print(f"launch: torchrun started {world_size} ranks, so nprocs={nprocs} has no effect")
     results = [b""] * world_size
     dist.all_gather_object(results, pack_result(call(), pickle.Pickler))
     return [loads(result) for result in results]
+
+
+def leave() -> None:
+    """End the process group and its threads while Python still runs.
+
+    A thread of gloo that lets go of its last collective after that aborts the process (pytorch
+    issue 190489). The group ends its threads when nobody refers to it any more.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()  # wrapped models refer to it

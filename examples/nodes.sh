@@ -59,6 +59,7 @@ for ((i = 0; i < nodes; i++)); do
         --rdzv-conf "is_host=$((i == 0))" "$@" &
     torchruns+=($!)
 done
+# One that fails ends the script, and with it the other, which would wait for it for minutes.
 for pid in "${torchruns[@]}"; do
-    wait "$pid"
+    if [ "${BASH_VERSINFO[0]}" -ge 5 ]; then wait -n; else wait "$pid"; fi
 done
