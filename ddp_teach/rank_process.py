@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cache
+from multiprocessing import util
 from pathlib import Path
 
 from ddp_teach.rank import RETURNED, RUNNING, main
@@ -104,7 +106,22 @@ def start_server() -> int:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    end_server_at_exit()
     return forkserver._forkserver._forkserver_pid
+
+
+@cache
+def end_server_at_exit() -> None:
+    """Have the server end when this process does; by itself it takes seconds, with torch in it."""
+    from multiprocessing import forkserver
+
+    def end_server() -> None:
+        pid = forkserver._forkserver._forkserver_pid
+        if pid is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                os.kill(pid, signal.SIGKILL)
+
+    util.Finalize(None, end_server, exitpriority=-1)  # when multiprocessing has joined its children
 
 
 @contextlib.contextmanager

@@ -261,15 +261,17 @@ def all_ended(pids):
 )
 def test_interrupt(whom, twice, parent, tmp_path):
     process, pids = parent()
+    servers = [server.pid for server in psutil.Process(process.pid).children()]
     interrupt = os.killpg if whom == "terminal" else os.kill
     interrupt(process.pid, signal.SIGINT)
     if twice:
         time.sleep(0.05)
         interrupt(process.pid, signal.SIGINT)
     assert wait_for(lambda: all_ended(pids), 2)
-    out, err = process.communicate(timeout=60)
+    process.wait(60)
+    assert wait_for(lambda: all_ended(servers), 1)
     if not twice:
-        assert (out, err) == ("interrupted\n[2.0, 2.0]\n", "")
+        assert process.communicate() == ("interrupted\n[2.0, 2.0]\n", "")
     assert folders_in(tmp_path) == []
 
 
