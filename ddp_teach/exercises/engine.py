@@ -27,7 +27,8 @@ from ddp_teach.exercises.probe import Finding, Learner, Probe
 from ddp_teach.launch import LaunchError, LaunchTimeout, launch
 
 TIME_LIMIT = 3.0  # seconds for all probes of a launch; they take about one
-SLOW_LIMIT = 60.0  # seconds if the ranks still work then: the machine has a lot else to do
+MORE_TIME = 3  # times as long if the ranks still work then: the machine has a lot else to do
+LAST_LIMIT = 80.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def try_on(
             error = failure
         evidence = read_evidence(Path(folder), len(probes), world_size)
     journals = journal.read_journals(text.getvalue(), world_size)
-    if isinstance(error, LaunchTimeout) and limit < SLOW_LIMIT and not journal.stuck(journals):
-        return try_on(world_size, cls, step, probes, SLOW_LIMIT)
+    if isinstance(error, LaunchTimeout) and limit < LAST_LIMIT and not journal.stuck(journals):
+        return try_on(world_size, cls, step, probes, MORE_TIME * limit)
     for number, (probe, of_ranks) in enumerate(zip(probes, evidence, strict=False)):
         if findings := list(probe.diagnose(of_ranks)):
             return Mistake(probe, world_size, findings, [j.printed[number] for j in journals])

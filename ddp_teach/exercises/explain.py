@@ -104,17 +104,8 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
     expected = expected_gradients(steps)[name]
     ranks = wrong_ranks(name, steps, expected)
     on = ranks_text(ranks, len(steps))
-    got = [steps[rank].after[name] for rank in ranks]
-    if expected is None:
-        return f"should be None on {on}@: the parameter is frozen, leave it as it is."
-    if any(gradient is None for gradient in got):
-        return f"are None on {on}@, though backward has made some."
-    if not all(gradient.isfinite().all() for gradient in got):
-        return f"are not finite on {on}@: something overflowed, or memory was read unset."
-    if any(gradient.dtype != expected.dtype for gradient in got):
-        return f"have become {got[0].dtype} on {on}@; the parameter is {expected.dtype}."
-    if not any(gradient.any() for gradient in got):
-        return f"are all zero on {on}@."
+    if text := at_first_sight([steps[rank].after[name] for rank in ranks], expected, on):
+        return text
     if too_early(name, iterations):
         return (
             f"{EARLY}@: ranks that wait for a slower one end with numbers "
@@ -126,15 +117,30 @@ def verdict(name: str, number: int, iterations: Sequence[Sequence[Step]]) -> str
             f"are wrong on {on}@: {now} collectives were started, {first} in iteration 1. Register "
             "hooks once, in __init__."
         )
-    last = iterations[number - 1] if number else None
-    mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
-    if all(close(gradient, expected, 2e-2) for gradient in got):
-        return f"are right to a few digits only on {on}@: they were sent in a smaller dtype."
     if len(ranks) < len(steps) and any(e.kind == "reduce" for e in steps[0].events):
         return f"are wrong on {on}@: dist.reduce gives the result to one rank, all_reduce to all."
+    last = iterations[number - 1] if number else None
+    mixtures = {rank: mixture_of(name, rank, steps, last) for rank in ranks}
     if not all(mixtures.values()):
         return of_values(name, steps, ranks, on)
     return of_mixtures(name, mixtures, steps, on)
+
+
+def at_first_sight(got: Sequence[Tensor | None], expected: Tensor | None, on: str) -> str:
+    """What can be said without asking what the gradients were made of; empty if nothing."""
+    if expected is None:
+        return f"should be None on {on}@: the parameter is frozen, leave it as it is."
+    if any(gradient is None for gradient in got):
+        return f"are None on {on}@, though backward has made some."
+    if not all(gradient.isfinite().all() for gradient in got):
+        return f"are not finite on {on}@: something overflowed, or memory was read unset."
+    if any(gradient.dtype != expected.dtype for gradient in got):
+        return f"have become {got[0].dtype} on {on}@; the parameter is {expected.dtype}."
+    if not any(gradient.any() for gradient in got):
+        return f"are all zero on {on}@."
+    if all(close(gradient, expected, 2e-2) for gradient in got):
+        return f"are right to a few digits only on {on}@: they were sent in a smaller dtype."
+    return ""
 
 
 def too_early(name: str, iterations: Sequence[Sequence[Step]]) -> bool:

@@ -34,7 +34,7 @@ class Weights(nn.Module):
         self.first, self.second = (nn.Parameter(torch.rand(rows, WIDTH)) for rows in (1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.cat([self.first, self.second]).t()
+        return torch.cat([x @ self.first.t(), x @ self.second.t()], dim=1)
 
 
 def layers() -> nn.Sequential:

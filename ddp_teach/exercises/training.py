@@ -8,7 +8,6 @@ and what stands there afterwards. From those of all ranks ``explain.py`` conclud
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,67 +71,71 @@ def train(
     module, reference = build(), build()
     wrapper = learner.wrap(module, advice=advice, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    training = Training(learner, wrapper, module, reference, loss_of, advice)
     steps = []
     for iteration in range(iterations):
         if iteration % zero_every == 0:
             optimizer.zero_grad(set_to_none)
         numbers = range(iteration * micro_batches, (iteration + 1) * micro_batches)
-        batches = [data(rank, number) for number in numbers]
+        late = iteration % world_size if late_ranks else None
+        steps.append(training.step(iteration, [data(rank, number) for number in numbers], late))
         with _disable_current_modes():  # ours, not the learner's; quicker without a look at it
-            step, weights = begin(reference, module, batches, loss_of), values(module)
-        step.late = iteration % world_size if late_ranks else None
-        for x in batches:
-            doing = partial(tell, learner, iteration, advice)
-            step.events += backward(learner, wrapper, x, loss_of, doing, rank == step.late)
-        step.events += synchronise(learner, wrapper, advice)
-        time.sleep(LATE / 2 if rank == step.late else 0)  # its all-reduces are done now
-        with _disable_current_modes():
-            step.after, step.tied = gradients(module), all_names(module)
-            step.changed = [n for n, v in values(module).items() if not v.equal(weights[n])]
-            step.told = "" if iteration else advice or likely(learner, wrapper)
-            step.by = moment(learner)
             optimizer.step()
-        steps.append(step)
     return steps
 
 
-def begin(
-    reference: nn.Module, module: nn.Module, batches: list[Tensor], loss_of: Callable
-) -> Step:
-    """What is known before the learner's code runs."""
-    local = local_gradients(reference, module, batches, loss_of)
-    several = len(batches) > 1
-    newest = local_gradients(reference, module, batches[-1:], loss_of) if several else {}
-    return Step(local, gradients(module), newest=newest)
+@dataclass
+class Training:
+    """A wrapper in training, with a copy of its module that stays out of its reach."""
 
+    learner: Learner
+    wrapper: nn.Module
+    module: nn.Module
+    reference: nn.Module
+    loss_of: Callable[[Tensor], Tensor]
+    advice: str
 
-def tell(learner: Learner, iteration: int, advice: str, what: str) -> None:
-    learner.doing(f"the {what} pass of iteration {iteration + 1}", advice)
+    def step(self, iteration: int, batches: list[Tensor], late: int | None) -> Step:
+        """One iteration but for the optimizer's step."""
+        with _disable_current_modes():
+            local, weights = self.local_gradients(batches), values(self.module)
+            newest = self.local_gradients(batches[-1:]) if len(batches) > 1 else {}
+            step = Step(local, gradients(self.module), newest=newest, late=late)
+        is_late = dist.get_rank() == late
+        for x in batches:
+            step.events += self.backward(x, iteration, is_late)
+        step.events += self.synchronise()
+        time.sleep(LATE / 2 if is_late else 0)  # its all-reduces are done now, in any case
+        with _disable_current_modes():
+            step.after, step.tied = gradients(self.module), all_names(self.module)
+            step.changed = [n for n, v in values(self.module).items() if not v.equal(weights[n])]
+        step.told = "" if iteration else self.advice or likely(self.learner, self.wrapper)
+        step.by = moment(self.learner)
+        return step
 
+    def backward(self, x: Tensor, iteration: int, is_late: bool) -> list[Event]:
+        """The events of a backward pass; the forward pass comes before it."""
+        self.learner.doing(f"the forward pass of iteration {iteration + 1}", self.advice)
+        loss = self.loss_of(self.wrapper(x))
+        time.sleep(LATE if is_late else 0)
+        self.learner.doing(f"the backward pass of iteration {iteration + 1}", self.advice)
+        self.learner.events.clear()
+        loss.backward()
+        return list(self.learner.events)
 
-def backward(
-    learner: Learner,
-    wrapper: nn.Module,
-    x: Tensor,
-    loss_of: Callable,
-    doing: Callable[[str], None],
-    is_late: bool,
-) -> list[Event]:
-    """The events of a backward pass; the forward pass comes before it."""
-    doing("forward")
-    loss = loss_of(wrapper(x))
-    time.sleep(LATE if is_late else 0)
-    doing("backward")
-    learner.events.clear()
-    loss.backward()
-    return list(learner.events)
+    def synchronise(self) -> list[Event]:
+        """The events of ``sync_gradients()``, where that is called."""
+        self.learner.events.clear()
+        self.learner.after_backward(self.wrapper, self.advice)
+        return list(self.learner.events)
 
-
-def synchronise(learner: Learner, wrapper: nn.Module, advice: str) -> list[Event]:
-    """The events of ``sync_gradients()``, where that is called."""
-    learner.events.clear()
-    learner.after_backward(wrapper, advice)
-    return list(learner.events)
+    def local_gradients(self, batches: list[Tensor]) -> Gradients:
+        """What these batches alone give, with the values that the module has, found without it."""
+        self.reference.load_state_dict(self.module.state_dict())
+        self.reference.zero_grad()
+        for x in batches:
+            self.loss_of(self.reference(x)).backward()
+        return gradients(self.reference)
 
 
 def moment(learner: Learner) -> str:
@@ -140,17 +143,6 @@ def moment(learner: Learner) -> str:
     if learner.step == "average":
         return "sync_gradients() returns"
     return "backward() returns; nothing of yours is called after it"
-
-
-def local_gradients(
-    reference: nn.Module, module: nn.Module, batches: list[Tensor], loss_of: Callable
-) -> Gradients:
-    """What these batches alone give, with the values that ``module`` has, found without it."""
-    reference.load_state_dict(module.state_dict())
-    reference.zero_grad()
-    for x in batches:
-        loss_of(reference(x)).backward()
-    return gradients(reference)
 
 
 def likely(learner: Learner, wrapper: nn.Module) -> str:

@@ -428,3 +428,83 @@ class Typo(Wrapper):
     def sync(self, params):
         for p in params:
             dist.allreduce(p.grad)
+
+
+@right(AVERAGE)
+class ReduceScatterThenGather(Wrapper):
+    def sync(self, params):
+        size = dist.get_world_size()
+        for p in params:
+            flat = torch.nn.functional.pad(p.grad.flatten(), (0, -p.numel() % size)) / size
+            part = torch.empty(len(flat) // size, dtype=flat.dtype)
+            dist.reduce_scatter_tensor(part, flat)
+            dist.all_gather_into_tensor(flat, part)
+            p.grad = flat[: p.numel()].view_as(p)
+
+
+@fault(AVERAGE, "of the last micro-batch only", "is lost")
+class ZeroesInForward(SumThenDivide):
+    def forward(self, *inputs, **kwargs):
+        self.module.zero_grad()
+        return super().forward(*inputs, **kwargs)
+
+
+@fault(AVERAGE, "gradients of second are still the local ones", "32 of 96 bytes")
+class OnlyTheFirst(Wrapper):
+    def sync(self, params):
+        dist.all_reduce(params[0].grad)
+        params[0].grad /= dist.get_world_size()
+
+
+@fault(AVERAGE, "was a gradient changed while its all-reduce was under way?", rare=True)
+class DividesWhileUnderWay(Wrapper):
+    def sync(self, params):
+        works = []
+        for p in params:
+            works.append(dist.all_reduce(p.grad, async_op=True))
+            p.grad /= dist.get_world_size()
+        for work in works:
+            work.wait()
+
+
+@fault(AVERAGE, "rank 2 takes no part", rare=True)
+class OnlyTwoRanks(Wrapper):
+    def sync(self, params):
+        group = dist.new_group([0, 1])
+        for p in params:
+            p.grad /= dist.get_world_size()
+            dist.all_reduce(p.grad, group=group)
+
+
+@fault(AVERAGE, "rounded down", rare=True)
+class WholeNumberDivision(Wrapper):
+    def sync(self, params):
+        for p in params:
+            dist.all_reduce(p.grad)
+            p.grad //= dist.get_world_size()
+
+
+@fault(AVERAGE, "dist.reduce gives the result to one rank, rank 1 here", rare=True)
+class BroadcastFromAnotherRoot(Wrapper):
+    def sync(self, params):
+        for p in params:
+            p.grad /= dist.get_world_size()
+            dist.reduce(p.grad, dst=1)
+            dist.broadcast(p.grad, src=0)
+
+
+@fault(AVERAGE, "layers.1.weight", "sent in a smaller dtype", rare=True)
+class ThroughFloat32(Wrapper):
+    def sync(self, params):
+        for p in params:
+            mean = p.grad.float() / dist.get_world_size()
+            dist.all_reduce(mean)
+            p.grad.copy_(mean)
+
+
+@fault(AVERAGE, "the sum was divided by 4", "twice, or by a fixed number", rare=True)
+class DividedByFour(Wrapper):
+    def sync(self, params):
+        for p in params:
+            dist.all_reduce(p.grad)
+            p.grad /= 4

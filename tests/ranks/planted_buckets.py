@@ -273,3 +273,58 @@ class TiedInTwoBuckets(Wrapper):
         for grad in grads:
             grad /= dist.get_world_size()
         return _flatten_dense_tensors(grads)
+
+
+@right(BUCKETS)
+class ReduceScatterThenGather(Wrapper):
+    """Two collectives for every bucket."""
+
+    def launch(self, bucket):
+        size = dist.get_world_size()
+        flat = self.flatten([p.grad for p in bucket])
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
+        part = torch.empty(len(padded) // size, dtype=flat.dtype)
+        work = dist.reduce_scatter_tensor(part, padded, async_op=True)
+        self.in_flight.append((bucket, padded, part, work))
+
+    @torch.no_grad()
+    def at_the_end(self):
+        in_flight, self.in_flight = self.in_flight, []
+        for bucket, padded, part, work in in_flight:
+            work.wait()
+            dist.all_gather_into_tensor(padded, part)
+            flat = padded[: sum(p.numel() for p in bucket)]
+            for param, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                param.grad = mean
+        self.reset()
+
+
+@fault(BUCKETS, "All 4 collectives start when the last gradient", "from the last parameter")
+class FilledFromTheFirst(Wrapper):
+    def fill(self, params):
+        return super().fill(params[::-1])
+
+
+@fault(BUCKETS, "gradients travel in two buckets", "counting from 0")
+class SizeGoesOn(Wrapper):
+    def fill(self, params):
+        buckets, used = [[]], 0
+        for param in params:
+            used += param.numel() * param.element_size()
+            other = buckets[-1] and buckets[-1][0].dtype is not param.dtype
+            if buckets[-1] and (used > self.cap or other):
+                buckets.append([])
+            buckets[-1].append(param)
+        return buckets
+
+
+@fault(BUCKETS, "bucket_cap_mb has no effect", "With a cap of 1 bytes", rare=True)
+class TwoByTwo(Wrapper):
+    def fits(self, bucket, param):
+        return len(bucket) < 2 and bucket[0].dtype is param.dtype
+
+
+@fault(BUCKETS, "every gradient travels alone", "1 MiB is 2**20 bytes", rare=True)
+class CapInBytes(Wrapper):
+    def __init__(self, module, bucket_cap_mb=25):
+        super().__init__(module, bucket_cap_mb / 2**20)

@@ -1,8 +1,10 @@
 """Wrappers for step forward: see ``planted``."""
 
+import copy
 import functools
 
 import torch
+import torch.distributed as dist
 from planted import Planted, fault, right
 from torch import nn
 
@@ -203,3 +205,76 @@ class NoForward(nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module = module
+
+
+@right(FORWARD)
+class KeepsItTwice(Plain):
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.net = module
+        self.module = module
+
+
+@right(FORWARD)
+class ByProperty(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.wrapped = module
+
+    @property
+    def module(self):
+        return self.wrapped
+
+    def forward(self, *inputs, **kwargs):
+        return self.wrapped(*inputs, **kwargs)
+
+
+@fault(FORWARD, "does not return the output in every mode")
+class ReturnsOnlyInTraining(Plain):
+    def forward(self, *inputs, **kwargs):
+        output = self.module(*inputs, **kwargs)
+        if self.training:
+            return output
+
+
+@fault(FORWARD, "changes its inputs in place")
+class ScalesInputs(Plain):
+    @torch.no_grad()
+    def scale(self, x):
+        x /= 2
+
+    def forward(self, *inputs, **kwargs):
+        for x in inputs:
+            if torch.is_tensor(x):
+                self.scale(x)
+        return self.module(*inputs, **kwargs)
+
+
+@fault(FORWARD, "never calls the module that was given", "self.module = module", rare=True)
+class KeepsACopy(Plain):
+    def __init__(self, module):
+        super().__init__(copy.deepcopy(module))
+
+
+@fault(FORWARD, "arrive as a dict", "two stars", rare=True)
+class KeywordsInADict(Plain):
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, kwargs)
+
+
+@fault(FORWARD, "On rank 1: forward never calls the module", rare=True)
+class OnlyOnRank0(Plain):
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs) if dist.get_rank() == 0 else None
+
+
+@fault(FORWARD, "has frozen parameters", rare=True)
+class Freezes(Plain):
+    def __init__(self, module):
+        super().__init__(module.requires_grad_(False))
+
+
+@fault(FORWARD, "forward sets another mode", rare=True)
+class AlwaysInEvalMode(Plain):
+    def forward(self, *inputs, **kwargs):
+        return self.module.eval()(*inputs, **kwargs)

@@ -204,7 +204,9 @@ class DividesByThoseStillActive(GraphWalk):
         super().write_back(param, mean)
 
 
-@fault(JOIN, "Rank 0, out of batches, still sends something, its old gradients perhaps", "sends zeros")
+@fault(
+    JOIN, "Rank 0, out of batches, still sends something, its old gradients perhaps", "sends zeros"
+)
 class SendsOldGradients(GraphWalk):
     def launch(self, zeros=False):
         super().launch()
@@ -302,3 +304,31 @@ class OffAfterJoin(InSteps):
     def end_equal(self):
         super().end_equal()
         self.sync = False
+
+
+# More ways of getting it wrong.
+
+
+@fault(JOIN, "Rank 0, out of batches, still sends something", "sends zeros")
+class SendsOnes(GraphWalk):
+    def part(self, param, zeros):
+        return super().part(param, zeros) + float(zeros)
+
+
+@fault(JOIN, "An exception leaves the block: let it go on")
+class AnswersAfterAnException(InSteps):
+    @contextmanager
+    def join(self):
+        self.joining, self.steps = True, 0
+        try:
+            yield
+        finally:
+            self.answer_the_others()
+            self.joining = False
+        self.end_equal()
+
+
+@fault(STOPPED, "they have to agree on one rank that trained to the end")
+class EverybodySendsItsModel(InSteps):
+    def last_to_join(self):
+        return dist.get_rank()

@@ -1,6 +1,6 @@
 """Wrappers for step no_sync: see ``planted``. Each is a whole wrapper with one method replaced."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -519,3 +519,55 @@ class OneRankSendsInside(GraphWalk):
         if not self.sync_backward and dist.get_rank() == 0:
             dist.all_reduce(param.grad.clone())
         super().gradient_ready(param)
+
+
+# More ways of getting it wrong.
+
+
+@right(NO_SYNC)
+class AStackOfCallbacks(OnTheLadder):
+    def no_sync(self):
+        stack = ExitStack()
+        stack.callback(setattr, self, "require_sync", self.require_sync)
+        self.require_sync = False
+        return stack
+
+
+@fault(NO_SYNC, "it is not torch.no_grad()")
+class WithoutGradients(GraphWalk):
+    def no_sync(self):
+        return torch.no_grad()
+
+
+@fault(NO_SYNC, "turned the switch over")
+class TurnsTheSwitchOver(GraphWalk):
+    @contextmanager
+    def no_sync(self):
+        self.sync = not self.sync
+        try:
+            yield
+        finally:
+            self.sync = not self.sync
+
+
+@fault(NO_SYNC, "Entering or leaving no_sync has thrown gradients away")
+class ZeroesWhenEntering(GraphWalk):
+    @contextmanager
+    def no_sync(self):
+        self.zero_grad()
+        with super().no_sync():
+            yield
+
+
+@fault(NO_SYNC, "no_sync ends too early", "off by one")
+class TheThirdOneSends(GraphWalk):
+    count = 0
+
+    def forward(self, *inputs, **kwargs):
+        before = self.sync
+        self.count = 0 if before else self.count + 1
+        self.sync = before or self.count == 3
+        try:
+            return super().forward(*inputs, **kwargs)
+        finally:
+            self.sync = before

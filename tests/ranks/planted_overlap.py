@@ -1,5 +1,7 @@
 """Wrappers for step overlap: see ``planted``."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.distributed as dist
 from planted import Planted, fault, right
@@ -262,3 +264,72 @@ class OneTooMany(Hooks):
         super().finish()
         if dist.get_rank() == 1:
             dist.all_reduce(torch.ones(1))
+
+
+@right(OVERLAP)
+class HooksOfAccumulation(Hooks):
+    """As torch's own class did in its first years, in Python."""
+
+    def hook(self, param):
+        node = param.expand_as(param).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: self.on_gradient(param))
+        self.nodes = [*self.__dict__.get("nodes", []), node]
+
+
+@right(OVERLAP)
+class AThreadSends(Hooks):
+    def ready(self, param):
+        pool = self.__dict__.setdefault("pool", ThreadPoolExecutor(1))
+        self.in_flight.append(pool.submit(self.average, param.grad))
+
+    def average(self, grad):
+        grad /= dist.get_world_size()
+        dist.all_reduce(grad)
+
+    def finish(self):
+        for future in self.in_flight:
+            future.result()
+
+
+@fault(OVERLAP, "A lambda made in a loop sees the loop's last value")
+class LambdaInALoop(Hooks):
+    def __init__(self, module):
+        SameStart.__init__(self, module)
+        self.in_flight = []
+        for param in self.learning():
+            param.register_post_accumulate_grad_hook(lambda _: self.on_gradient(param))  # noqa: B023
+
+
+@fault(OVERLAP, "All 8 collectives start when the last gradient is there")
+class TheLastHookSendsAll(Hooks):
+    def ready(self, param):
+        self.in_flight.append(param)
+        if len(self.in_flight) == len(self.learning()):
+            self.in_flight, params = [], self.in_flight
+            for p in params:
+                super().ready(p)
+
+
+@fault(OVERLAP, "were started, 2 in iteration 1. Register hooks once", rare=True)
+class HooksInForward(Hooks):
+    def hook(self, param):
+        pass
+
+    def forward(self, *inputs, **kwargs):
+        for param in self.learning():
+            super().hook(param)
+        return super().forward(*inputs, **kwargs)
+
+
+@fault(OVERLAP, "divided by the world size twice", rare=True)
+class DividesInEveryCallback(Hooks):
+    @torch.no_grad()
+    def on_gradient(self, param):
+        Variable._execution_engine.queue_callback(self.at_the_end)
+        self.in_flight.append(dist.all_reduce(param.grad, async_op=True))
+
+    @torch.no_grad()
+    def finish(self):
+        super().finish()
+        for param in self.learning():
+            param.grad /= dist.get_world_size()

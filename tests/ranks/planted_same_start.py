@@ -213,3 +213,57 @@ class Unfreezes(Broadcasts):
     def start(self):
         super().start()
         self.module.requires_grad_(True)
+
+
+@fault(SAME_START, "not waited for", "by luck")
+class WaitsForTheLastOnly(Wrapper):
+    def start(self):
+        for tensor in all_tensors(self.module):
+            work = dist.broadcast(tensor, 0, async_op=True)
+        work.wait()
+
+
+@fault(SAME_START, "num_batches_tracked", "they were not sent")
+class NoNumbersWithoutDimension(Wrapper):
+    def start(self):
+        for tensor in all_tensors(self.module):
+            if tensor.dim():
+                dist.broadcast(tensor, 0)
+
+
+@fault(SAME_START, "rank 2 took no part", rare=True)
+class OnlyTwoRanks(Wrapper):
+    def start(self):
+        group = dist.new_group([0, 1])
+        for tensor in all_tensors(self.module):
+            dist.broadcast(tensor, 0, group=group)
+
+
+@fault(SAME_START, "those of other places", "in the order in which it was put together", rare=True)
+class TakenApartBackwards(Wrapper):
+    def start(self):
+        tensors = all_tensors(self.module)
+        for dtype in {tensor.dtype: None for tensor in tensors}:
+            group = [tensor for tensor in tensors if tensor.dtype is dtype]
+            flat = torch.cat([tensor.flatten() for tensor in group])
+            dist.broadcast(flat, 0)
+            pieces = flat.split([tensor.numel() for tensor in group[::-1]])
+            for tensor, values in zip(group[::-1], pieces, strict=True):
+                tensor.copy_(values.view_as(tensor))
+
+
+@fault(SAME_START, "the same on all ranks, but not what rank 0 had", rare=True)
+class Largest(Wrapper):
+    def start(self):
+        for param in self.module.parameters():
+            dist.all_reduce(param, op=dist.ReduceOp.MAX)
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, 0)
+
+
+@fault(SAME_START, "are all zero on rank 1", rare=True)
+class ZerosOnly(Wrapper):
+    def start(self):
+        for tensor in all_tensors(self.module):
+            if dist.get_rank() != 0:
+                tensor.zero_()
