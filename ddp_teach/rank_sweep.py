@@ -26,7 +26,7 @@ from ddp_teach.workloads import WORKLOADS
 RANKS = range(2, 9)
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # bytes of the all-reduces that are measured
 BYTES_A_TURN = 1 << 22  # so many all-reduces in a row make a turn: small ones are many,
-CALLS_A_TURN = range(1, 21)  # but not too many
+CALLS_A_TURN = range(1, 11)  # but not too many
 STEPS_A_TURN, WARM_UP_STEPS = 2, 3
 
 Seconds = dict[tuple[int, Any], list[float]]  # of a turn, by ranks and what was measured

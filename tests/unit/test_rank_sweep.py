@@ -57,7 +57,7 @@ def things_timed(nbytes):
 def test_what_is_timed_sends_what_it_says():
     for found in launch(things_timed, [1 << 10, 1 << 20, 1 << 23]):
         assert found == {
-            1 << 10: (20, [1 << 10]),
+            1 << 10: (10, [1 << 10]),
             1 << 20: (4, [1 << 20]),
             1 << 23: (1, [1 << 23]),
             "bare": (2, []),
