@@ -68,18 +68,12 @@ class BucketQueue:
     def _send(self, bucket: Bucket, place: int) -> None:
         sent[self.group.group_name] += 1
         bucket.number = sent[self.group.group_name]
-        how = () if self.comm_hook else (self.divisor, self.reciprocal)
         with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
-            try:
-                bucket.pack(*how)
-            except RuntimeError as error:
-                pairs = zip(bucket.names, bucket.params, strict=True)
-                sparse = [n for n, p in pairs if p.grad is not None and p.grad.is_sparse]
-                names = ", ".join(sparse or bucket.names)
-                raise RuntimeError(f"The gradient of {names} can't be sent: {error}") from error
             if self.comm_hook is None:
+                pack(bucket, self.divisor, self.reciprocal)
                 bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             else:
+                pack(bucket)
                 bucket.work = self.comm_hook(bucket, place, place + 1 == len(self.buckets))
 
     def wait(self, bucket: Bucket) -> None:
@@ -102,3 +96,14 @@ class BucketQueue:
         """Its group, that group's ranks, and how many buckets each must have sent there by then."""
         ranks = dist.get_process_group_ranks(self.group)
         return self.group.group_name, ranks, self.waiting.number
+
+
+def pack(bucket: Bucket, *how: Any) -> None:
+    """``bucket.pack(*how)``; raises ``RuntimeError`` with the names of gradients that don't fit."""
+    try:
+        bucket.pack(*how)
+    except RuntimeError as error:
+        pairs = zip(bucket.names, bucket.params, strict=True)
+        sparse = [name for name, p in pairs if p.grad is not None and p.grad.is_sparse]
+        names = ", ".join(sparse or bucket.names)
+        raise RuntimeError(f"The gradient of {names} can't be sent: {error}") from error

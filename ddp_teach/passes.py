@@ -43,6 +43,7 @@ class BackwardPasses:
         """Put a hook on ``outputs``, all tensors that the forward pass returned."""
         if not (self.params[0].requires_grad or any(p.requires_grad for p in self.params)):
             return  # frozen for this pass, like one of two adversaries while the other is trained
+        # a backward pass may come through a tensor that is not among the outputs
         self.expecting = synchronise or (self.expecting and not self.served)
         self.served = False
         enter = self._enter_synchronising if synchronise else self._enter_local
