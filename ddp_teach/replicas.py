@@ -56,7 +56,7 @@ def first_difference(models: Sequence[Sequence[str]]) -> str:
             return f"rank 0 has {len(models[0])} parameters and buffers, rank {rank} {len(model)}"
         for i, (theirs, ours) in enumerate(zip(models[0], model, strict=True)):
             if theirs != ours:
-                return f"number {i} is ({theirs}) on rank 0, ({ours}) on rank {rank}"
+                return f"parameter {i} is ({theirs}) on rank 0, ({ours}) on rank {rank}"
     return "nowhere"
 
 
