@@ -83,7 +83,7 @@ def own_text(weight: float, ranks: list[int], steps: Sequence[Step], on: str) ->
         rest = ranks_text([rank for rank in range(size) if rank not in ranks], size)
         return (
             f"are the mean on {rest} only@; {on} still holds its own local gradient. All ranks "
-            "need the result."
+            "need the result in .grad, which must not be filled before wait() has returned."
         )
     if weight == 1:
         why = not_sent(steps) or "They were sent, but the mean did not get into .grad."
