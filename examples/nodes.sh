@@ -23,7 +23,8 @@ if [ -n "${IN_NAMESPACE-}" ]; then
     address=(10.0.0.1 10.0.0.2)
     enter=("" "nsenter --net=/run/netns/second")
     export GLOO_SOCKET_IFNAME=cable NCCL_SOCKET_IFNAME=cable
-    mount -t tmpfs none /run # a list of namespaces of our own
+    mount -t tmpfs none /run # for a list of namespaces of our own, and the folders of torchrun
+    export TMPDIR=/run
     ip netns add second
     ip link add cable type veth peer name cable netns second
     for i in 0 1; do
@@ -35,6 +36,8 @@ else
     echo "nodes.sh: no network namespaces here: torchrun listens on all interfaces meanwhile" >&2
     address=(127.0.0.1 127.0.0.1)
     enter=("" "")
+    scratch=$(mktemp -d) # torchrun leaves folders behind
+    export TMPDIR=$scratch
     if [ "$(uname)" = Linux ]; then
         address[1]=127.0.0.2
         export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
@@ -46,7 +49,7 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # Ended itself, it ends them; and so does the end of whoever holds the other end of its input.
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "${scratch-}"' EXIT
 trap 'exit 143' TERM INT
 if [ -p /dev/stdin ]; then
     { cat >/dev/null; kill $$; } <&0 &

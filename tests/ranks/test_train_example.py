@@ -127,10 +127,14 @@ def test_script_starts_its_own_ranks(launched, tmp_path):
     assert equal(kept(path), launched[2])
 
 
-def test_two_nodes_of_two_ranks_arrive_at_the_weights_of_launch(launched, tmp_path):
+def test_two_nodes_of_two_ranks_arrive_at_the_weights_of_launch_and_leave_nothing_else(
+    launched, tmp_path, monkeypatch
+):
     path = tmp_path / "nodes.pt"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     finished(nodes(2, *SHORT, "--checkpoint", path))
     assert equal(kept(path), launched[4])
+    assert list(tmp_path.glob("torchelastic*")) == list(tmp_path.glob("tmp*")) == []
 
 
 def test_torchrun_restarts_a_killed_rank_from_the_checkpoint(tmp_path):
