@@ -26,7 +26,7 @@ from ddp_teach.launch import launch
 from ddp_teach.stopwatch import VARIANTS, turns
 
 PARAMETERS = (10, 100, 1_000, 10_000)
-PARAMETERS_A_TURN = 3_000  # so many gradients make a turn long enough for the clock
+PARAMETERS_A_TURN = 10_000  # so many gradients make a turn long enough for the clock
 WARM_UP_STEPS = 3  # in the first, the order of the gradients is learned
 
 
