@@ -1,6 +1,7 @@
 """A launch that did not end well, told as a finding: what was done, and whose line it was."""
 
 import re
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from ddp_teach.exercises.probe import STILL_TO_DO, Finding
@@ -29,9 +30,9 @@ def finding_of(error: LaunchError, journals: list["Journal"]) -> Finding:
 def exception(error: LaunchError, journal: "Journal") -> Finding:
     """The exception, and the learner's own line that led to it."""
     message, *frames = str(error).splitlines()
-    raised = message.partition(" raised ")[2].split(". ")[0].rstrip(".")
+    raised = shorten(message.partition(" raised ")[2], 240, placeholder=" ...").rstrip(".")
     frames = [line for line in frames if line.startswith("  ")]
-    if frames and frames[-1].strip().startswith("raise NotImplementedError"):
+    if frames and "raise NotImplementedError" in frames[-1]:
         task = raised.partition(": ")[2] or f"what {journal.doing} needs"
         return Finding(f"{STILL_TO_DO}{task}.")
     hint = f"On rank {error.rank} {journal.doing} raised {raised}. {journal.advice}".strip()

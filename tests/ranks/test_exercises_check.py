@@ -155,6 +155,28 @@ def test_a_wrapper_that_hangs_or_crashes_is_reported_and_leaves_nothing(cls, wor
     assert launch(torch.distributed.get_rank) == [0, 1]
 
 
+class InOneLine(Plain):
+    # fmt: off
+    def forward(self, *inputs, **kwargs): raise NotImplementedError("pass the inputs on")
+    # fmt: on
+
+
+class SaysWhy(Plain):
+    def forward(self, *inputs, **kwargs):
+        raise TypeError("This can't work. The reason comes second.")
+
+
+@pytest.mark.parametrize(
+    ("cls", "hint"),
+    [
+        (InOneLine, "Still to do: pass the inputs on."),
+        (SaysWhy, "raised TypeError: This can't work. The reason comes second."),
+    ],
+)
+def test_what_an_exception_says_is_told_whole(cls, hint):
+    assert hint in check(cls, step="forward").hints[0]
+
+
 IN_A_CELL = """
     from torch import nn
     from ddp_teach.exercises import check
