@@ -121,6 +121,8 @@ def draw_curves(
         plot.set_xticks(log_ticks, [f"{tick:g}" for tick in log_ticks])
         plot.set_xticks([], minor=True)
         plot.set_ylim(bottom=0)
+    elif all(x == int(x) for row in rows for x, _ in row["points"]):
+        plot.xaxis.get_major_locator().set_params(integer=True)  # there is no half step
     plot.spines[["top", "right"]].set_visible(False)
     plot.spines[["left", "bottom"]].set_color(PALE)
     plot.grid(color=NEUTRAL, linewidth=0.7)
