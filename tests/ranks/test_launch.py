@@ -1,6 +1,7 @@
 """launch: a function on real ranks, from a test, a script, a notebook's kernel and torchrun."""
 
 import builtins
+import gc
 import os
 import random
 import socket
@@ -256,6 +257,7 @@ def test_launches_leave_nothing(launches, tmp_path, monkeypatch):
     launch(launched.sum_of_ranks)  # starts the server
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other programs use the usual folder
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    gc.collect()  # or what earlier tests have dropped would be closed in between
     before, bytes_before, shared_before = footprint(), memory(), shared_memory()
     for i in range(launches):
         with pytest.raises(LaunchError) if i % 10 == 9 else nullcontext():
