@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from ddp_teach.call import MOST_RANKS, short
 from ddp_teach.launch import LaunchError, launch
-from ddp_teach.stopwatch import STEPS_OF_THE_LADDER, measure
+from ddp_teach.stopwatch import WRAPPERS, measure
 from ddp_teach.workloads import WORKLOADS
 
 MOST_ROUNDS = 1000
@@ -164,10 +164,10 @@ def table(result: dict[str, Any]) -> str:
 def ladder_table(workloads: dict[str, dict[str, Any]]) -> list[str]:
     """Times up the ladder, a line for each wrapper; nothing where they were not measured."""
     columns = [figures["seconds"] for figures in workloads.values()]
-    if not columns[0].keys() >= STEPS_OF_THE_LADDER.keys():
+    if not columns[0].keys() >= WRAPPERS.keys():
         return []
     rows = [["wrapper", *workloads]]
-    for name in ["bare", *STEPS_OF_THE_LADDER, "torch", "ours"]:
+    for name in WRAPPERS:
         rows.append([name, *(f"{1e3 * seconds[name]:.3f}" for seconds in columns)])
     return ["", "Milliseconds per step, up the ladder", *aligned(rows)]
 

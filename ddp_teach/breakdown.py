@@ -20,23 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_teach.buckets import Bucket
-from ddp_teach.ddp import DistributedDataParallel
 from ddp_teach.launch import launch
 from ddp_teach.reducer import Reducer
-from ddp_teach.steps import LADDER, AverageAfterBackward, Buckets, OverlappedHooks
+from ddp_teach.steps import AverageAfterBackward, Buckets, OverlappedHooks
+from ddp_teach.stopwatch import WRAPPERS
 from ddp_teach.workloads import WORKLOADS
 
 UNSPLIT = "backward in C++"
 PARTS = ("forward", "computing", "hooks", "copies", "starting", "waiting", UNSPLIT)
 WARM_UP_STEPS = 3  # in the first, the order of the gradients is learned
-
-TorchDDP = nn.parallel.DistributedDataParallel
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "bare": lambda module: module,
-    **{step.__name__: step for step in LADDER},
-    "torch": TorchDDP,
-    "ours": DistributedDataParallel,
-}
 
 # Functions of the package, and to which part of a step the time belongs that is spent in them and
 # in nothing below them that has a part of its own.
@@ -126,9 +118,10 @@ def run_step(model: nn.Module, x: Tensor, clock: PartClock) -> list[float]:
     model.zero_grad()
     dist.barrier()
     clock.restart()
+    in_cpp = isinstance(model, nn.parallel.DistributedDataParallel)
     with clock.part("forward"):
         output = model(x).sum()
-    with clock.part(UNSPLIT if isinstance(model, TorchDDP) else "computing"):
+    with clock.part(UNSPLIT if in_cpp else "computing"):
         output.backward()
     if type(model) is AverageAfterBackward:  # later steps have inherited it, and don't need it
         model.sync_gradients()

@@ -8,6 +8,8 @@ two processors, does not change the picture.
 from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 
+from matplotlib.axes import Axes
+
 from ddp_teach.canvas import (
     COLORS,
     MARGIN,
@@ -96,26 +98,17 @@ def draw_curves(
     y_label: str,
     log_ticks: Sequence[float] | None = None,
 ) -> Canvas:
-    legend = legend_lines([row["name"] for row in rows], WIDTH - 2 * MARGIN)
-    top = 38 + 16 * len(legend)
-    canvas = Canvas(top + HEIGHT + 40)
+    names, styles = [row["name"] for row in rows], line_styles(rows)
+    legend = legend_lines(names, WIDTH - 2 * MARGIN)
+    height, left = 38 + 16 * len(legend) + HEIGHT + 40, 52
+    canvas = Canvas(height)
     canvas.text(MARGIN, 19, title, 11, weight="bold")
-    widths = [1.4 + 1.8 * (len(rows) - 1 - i) for i in range(len(rows))]  # the last on top
-    if any(row["line"] == "--" for row in rows):  # wide dashes are ugly, and these don't coincide
-        widths = [2.0] * len(rows)
-    styles = [line_style(i, row["line"], widths[i]) for i, row in enumerate(rows)]
-    for k, line in enumerate(legend):
-        for i, place in line:
-            at, y = MARGIN + place, 40 + 16 * k
-            xs = [at, at + SAMPLE / 2, at + SAMPLE] if "marker" in styles[i] else [at, at + SAMPLE]
-            canvas.axes.plot(xs, [y] * len(xs), markevery=[1], **styles[i])
-            canvas.text(at + SAMPLE + 5, y, rows[i]["name"], LEGEND)
-    height, left = top + HEIGHT + 40, 52
+    draw_legend(canvas, legend, names, styles)
     place = (left / WIDTH, 40 / height, (WIDTH - left - MARGIN) / WIDTH, HEIGHT / height)
     plot = canvas.figure.add_axes(place)
-    for i, row in enumerate(rows):
+    for row, style in zip(rows, styles, strict=True):
         xs, ys = zip(*row["points"], strict=True)
-        plot.plot(xs, ys, **styles[i])
+        plot.plot(xs, ys, **style)
     if log_ticks is not None:
         plot.set_xscale("log")
         plot.set_xticks(log_ticks, [f"{tick:g}" for tick in log_ticks])
@@ -123,6 +116,12 @@ def draw_curves(
         plot.set_ylim(bottom=0)
     elif all(x == int(x) for row in rows for x, _ in row["points"]):
         plot.xaxis.get_major_locator().set_params(integer=True)  # there is no half step
+    dress_axes(plot, x_label, y_label)
+    return canvas
+
+
+def dress_axes(plot: Axes, x_label: str, y_label: str) -> None:
+    """Pale axes and a grid, behind the curves."""
     plot.spines[["top", "right"]].set_visible(False)
     plot.spines[["left", "bottom"]].set_color(PALE)
     plot.grid(color=NEUTRAL, linewidth=0.7)
@@ -130,15 +129,35 @@ def draw_curves(
     plot.tick_params(labelsize=8.5, color=PALE, labelcolor=PALE)
     plot.set_xlabel(x_label, fontsize=9, color=PALE)
     plot.set_ylabel(y_label, fontsize=9, color=PALE)
-    return canvas
 
 
-def line_style(i: int, line: str, width: float) -> dict:
-    """How matplotlib draws curve ``i``; ``line`` is ``"-"``, ``"--"`` or, with dots, ``"o-"``."""
-    style = {"color": bucket_color(i), "linewidth": width, "solid_capstyle": "butt"}
-    if line == "o-":
-        return style | {"marker": "o", "markersize": width + 4}
-    return style | {"linestyle": line}
+def line_styles(rows: Sequence[dict]) -> list[dict]:
+    """How matplotlib draws each curve, whose ``line`` is ``"-"``, ``"--"`` or, with dots, ``"o-"``.
+    The later a curve comes, the narrower it is."""
+    widths = [1.4 + 1.8 * (len(rows) - 1 - i) for i in range(len(rows))]  # the last on top
+    if any(row["line"] == "--" for row in rows):  # wide dashes are ugly, and these don't coincide
+        widths = [2.0] * len(rows)
+    styles = []
+    for i, (row, width) in enumerate(zip(rows, widths, strict=True)):
+        style = {"color": bucket_color(i), "linewidth": width, "solid_capstyle": "butt"}
+        dots = {"marker": "o", "markersize": width + 4}
+        styles.append(style | (dots if row["line"] == "o-" else {"linestyle": row["line"]}))
+    return styles
+
+
+def draw_legend(
+    canvas: Canvas,
+    legend: Sequence[Sequence[tuple[int, float]]],
+    names: Sequence[str],
+    styles: Sequence[dict],
+) -> None:
+    """A piece of every curve, with its name; ``legend`` is what ``legend_lines`` returned."""
+    for k, line in enumerate(legend):
+        for i, place in line:
+            at, y = MARGIN + place, 40 + 16 * k
+            xs = [at, at + SAMPLE / 2, at + SAMPLE] if "marker" in styles[i] else [at, at + SAMPLE]
+            canvas.axes.plot(xs, [y] * len(xs), markevery=[1], **styles[i])
+            canvas.text(at + SAMPLE + 5, y, names[i], LEGEND)
 
 
 def legend_lines(names: Sequence[str], width: float) -> list[list[tuple[int, float]]]:

@@ -8,7 +8,6 @@ predicts.
 
 import copy
 import os
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from ddp_teach.buckets import FIRST_CAP_BYTES
 from ddp_teach.cost_model import Network, Sample, all_reduce_seconds, fit, table
 from ddp_teach.ddp import DistributedDataParallel
 from ddp_teach.launch import launch
-from ddp_teach.stopwatch import step_of
+from ddp_teach.stopwatch import seconds_of, step_of
 from ddp_teach.workloads import WORKLOADS
 
 RANKS = range(2, 9)
@@ -81,7 +80,10 @@ def measure_on_rank(ranks: list[int], sizes: list[int], rounds: int, workload: s
         group = dist.new_group(list(range(n)))
         if dist.get_rank() < n:
             for what, call, repeats in things_to_time(group, sizes, workload):
-                seconds[n, what] = [seconds_of(call, repeats, group) for _ in range(rounds)]
+                seconds[n, what] = []
+                for _ in range(rounds):
+                    dist.barrier(group)  # all ranks begin at about the same time
+                    seconds[n, what].append(seconds_of(call, repeats))
         dist.barrier()  # those who are not in the group wait without using the processor
     return seconds
 
@@ -103,16 +105,6 @@ def things_to_time(
         for _ in range(WARM_UP_STEPS):
             call()
     return found
-
-
-def seconds_of(call: Callable[[], Any], repeats: int, group: dist.ProcessGroup) -> float:
-    """Seconds that one of ``repeats`` calls in a row takes; all ranks begin at about the same
-    time."""
-    dist.barrier(group)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
 
 
 def predicted_seconds(step: Step, network: Network) -> float:

@@ -22,20 +22,19 @@ STEPS = range(3, 200)  # how many steps a turn may have
 FORWARDS_PER_STEP = 3  # forward calls measured for every step; one takes about a third of it
 WARM_UP_STEPS = 3  # in the first, the order of the gradients is learned
 
-VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bare": lambda module: module,
+    **{step.__name__: step for step in LADDER},
     "torch": nn.parallel.DistributedDataParallel,
     "ours": DistributedDataParallel,
 }
-STEPS_OF_THE_LADDER: dict[str, Callable[[nn.Module], nn.Module]] = {
-    step.__name__: step for step in LADDER
-}
+VARIANTS = {name: WRAPPERS[name] for name in ("bare", "torch", "ours")}
 
 
 def measure(names: list[str], rounds: int, ladder: bool = False) -> dict[str, dict[str, Any]]:
     """What this rank measures of each workload; all ranks call it. With ``ladder`` every step of
     the ladder is a variant, too."""
-    variants = VARIANTS | (STEPS_OF_THE_LADDER if ladder else {})
+    variants = WRAPPERS if ladder else VARIANTS
     return {name: measure_workload(name, rounds, variants) for name in names}
 
 

@@ -93,7 +93,7 @@ def wrong_gradients(epochs: Sequence[Epoch], plan: Plan, where: str) -> Iterator
             numbers = plan.numbers(step)
             expected = sum(batch(r, n) for r in active for n in numbers) / len(counts)
             got = [epochs[rank].gradients[step][name] for rank in active]
-            if all(g is not None and torch.allclose(g, expected, 1e-3, 1e-3) for g in got):
+            if all(g is not None and close(g, expected) for g in got):
                 continue
             texts = [
                 number_text(epochs[r].gradients[step][name]) if r in active else "(done)"

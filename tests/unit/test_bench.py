@@ -305,7 +305,7 @@ def gradients_up_the_ladder():
     """The first gradient that every variant's step leaves."""
     model, x = WORKLOADS["linear"]()
     found = {}
-    for name, wrap in (stopwatch.VARIANTS | stopwatch.STEPS_OF_THE_LADDER).items():
+    for name, wrap in stopwatch.WRAPPERS.items():
         wrapped = wrap(copy.deepcopy(model))
         stopwatch.step_of(wrapped, x)()
         found[name] = next(wrapped.parameters()).grad
