@@ -4,6 +4,7 @@ The order must be the same on every rank, because a collective has no name: the 
 one rank meets the third all-reduce of another, whatever is in it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ class BucketQueue:
         """A backward pass begins: no bucket is full, none has been launched. Whether parameters
         were moved or converted since the last one."""
         self.in_flight: list[Bucket] = []
+        self.last_sent: Bucket | None = None
         self.unsent: set[int] = set()  # parameters that need not travel in this pass
         changed = [bucket.expect() for bucket in self.buckets]
         return any(changed)
@@ -49,12 +51,30 @@ class BucketQueue:
                 break
             self._launch(bucket)
 
-    def launch_rest(self, zeros: bool) -> None:
-        """Launch all buckets that are left, full or not; with ``zeros`` instead of gradients."""
+    def launch_rest(self, taking_part: bool, broken_off: bool) -> None:
+        """Launch all buckets that are left, full or not. If this rank is not ``taking_part`` they
+        hold zeros, or NaN where its backward was ``broken_off``: see ``who_broke_off``."""
+        # A hook gets zeros: it may keep what it was given (PowerSGD), and never be rid of a NaN.
+        filler = math.nan if broken_off and self.comm_hook is None else 0.0
         for bucket in self.buckets[len(self.in_flight) :]:
-            self._launch(bucket.without_gradients() if zeros else bucket)
+            self._launch(bucket if taking_part else bucket.filled(filler))
         if self.comm_hook is not None:
             self._wait_for_all()
+
+    def who_broke_off(self, broken_off: bool) -> str:
+        """The ranks, "1, 3" say, whose backward was broken off before they had sent all gradients.
+
+        Call it when all buckets are here. Asking costs a collective, so it is asked only if the
+        last bucket that was sent has NaN in it, which all ranks see alike. An accelerator would
+        have to be waited for to look: there the NaN itself has to do.
+        """
+        last = self.last_sent
+        if last is None or not last.flat.is_cpu or not last.begins_with_nan():
+            return ""
+        flags = torch.zeros(dist.get_world_size(self.group))
+        flags[dist.get_rank(self.group)] = broken_off
+        dist.all_reduce(flags, group=self.group)
+        return ", ".join(map(str, flags.nonzero().flatten().tolist()))
 
     def _launch(self, bucket: Bucket) -> None:
         if self.comm_hook is not None:
@@ -68,6 +88,7 @@ class BucketQueue:
     def _send(self, bucket: Bucket, place: int) -> None:
         sent[self.group.group_name] += 1
         bucket.number = sent[self.group.group_name]
+        self.last_sent = bucket
         with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
             if self.comm_hook is None:
                 pack(bucket, self.divisor, self.reciprocal)

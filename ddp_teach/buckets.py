@@ -70,6 +70,8 @@ class Bucket:
     that holds the gradient of ``params[k]``, in that parameter's own shape and memory layout.
     """
 
+    filler = 0.0  # what is sent where a parameter has no gradient
+
     def __init__(self, indices: Sequence[int], params: Sequence[Tensor], names: Sequence[str]):
         self.indices, self.params, self.names = list(indices), list(params), list(names)
         *self.offsets, self.numel = accumulate((p.numel() for p in self.params), initial=0)
@@ -102,7 +104,8 @@ class Bucket:
         return changed
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
-        """Copy every gradient into the flat tensor, divided by ``divisor``; a missing one is zero.
+        """Copy every gradient into the flat tensor, divided by ``divisor``; a missing one is
+        ``filler``.
 
         ``reciprocal`` multiplies by ``1 / divisor``, as torch's reducer does: for 3 ranks that is
         not the same to the bit as dividing. Call it with gradients switched off.
@@ -116,7 +119,7 @@ class Bucket:
         self.has_gaps = any(g is None for g in grads)
         if self.has_gaps:
             pairs = zip(grads, self.views, strict=True)
-            grads = [torch.zeros_like(v) if g is None else g for g, v in pairs]
+            grads = [torch.full_like(v, self.filler) if g is None else g for g, v in pairs]
         if self.large and reciprocal:
             for grad, view in zip(grads, self.views, strict=True):
                 torch.mul(grad, 1.0 / divisor, out=view)
@@ -145,9 +148,15 @@ class Bucket:
         if grads:
             torch._foreach_copy_(grads, views)
 
-    def without_gradients(self) -> "Bucket":
-        """A bucket of the same shape whose parameters have no gradients: it sends zeros."""
-        return type(self)(self.indices, [torch.empty_like(p) for p in self.params], self.names)
+    def filled(self, filler: float) -> "Bucket":
+        """A bucket of the same shape whose parameters have no gradients: it sends ``filler``."""
+        twin = type(self)(self.indices, [torch.empty_like(p) for p in self.params], self.names)
+        twin.filler = filler
+        return twin
+
+    def begins_with_nan(self) -> bool:
+        """Whether the first number in the flat tensor is not a number."""
+        return bool(self.flat[:1].isnan().any())
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         """Those of ``indices`` that have no gradient and for which the flat tensor holds zeros."""

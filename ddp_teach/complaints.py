@@ -43,6 +43,10 @@ BROKEN_OFF = (
     "A backward pass was broken off while gradients that lie in their buckets were being averaged "
     "(gradient_as_bucket_view=True); they are undefined. Call zero_grad(set_to_none=True) after it."
 )
+INCOMPLETE = (
+    "an exception broke the backward pass off, so the gradients of this one are not averages over "
+    "all ranks. Call zero_grad() and leave this batch out on every rank."
+)
 TOO_EARLY = (
     "an optimizer steps in the middle of backward, or after one that was broken off: gradients are "
     "not averaged. Call its step() only after backward() has returned."

@@ -101,8 +101,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         What differs from calling the module: a backward pass through the result averages the
         gradients over all ranks, unless this forward pass ran inside ``no_sync``.
         """
+        module = self._modules["module"]  # `self.module` looks everywhere else first
         if self.reducer is None:
-            return self.module(*inputs, **kwargs)
+            return module(*inputs, **kwargs)
         self.reducer.before_forward()
         joining = self._join_config.enable
         if joining:
@@ -115,7 +116,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             uneven.highest(self, int(self.require_backward_grad_sync and torch.is_grad_enabled()))
         if self.device_ids:
             (inputs,), (kwargs,) = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
-        output = self.module(*inputs, **kwargs)
+        output = module(*inputs, **kwargs)
         with_grad = torch.is_grad_enabled()
         synchronise = with_grad and self.require_backward_grad_sync
         if self.require_forward_param_sync is not synchronise:  # setting it is slow in an nn.Module

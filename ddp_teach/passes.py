@@ -18,7 +18,8 @@ BACKWARD, GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 
 
 class BackwardPasses:
-    """Base of the reducer, which defines ``params``, ``begin`` and ``complete``."""
+    """Base of the reducer, which defines ``params``, ``put_hooks_last``, ``begin`` and
+    ``complete``."""
 
     def __init__(self) -> None:
         self.expecting = False  # a synchronising forward has run, its backward has not ended
@@ -27,6 +28,8 @@ class BackwardPasses:
         self.recognised = False  # whether that backward came through a hook
         self.served = False  # whether one has run since the last forward that did not
         self.local = False  # the backward now running belongs to a forward in no_sync
+        self.synchronising_hook = carrier_of(self._enter_synchronising)
+        self.local_hook = carrier_of(self._enter_local)
 
     def is_running(self) -> bool:
         """Whether a synchronising backward has begun and not ended, or was broken off."""
@@ -46,12 +49,12 @@ class BackwardPasses:
         # a backward pass may come through a tensor that is not among the outputs
         self.expecting = synchronise or (self.expecting and not self.served)
         self.served = False
-        enter = self._enter_synchronising if synchronise else self._enter_local
+        carrier = self.synchronising_hook if synchronise else self.local_hook
         for tensor in outputs:
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(enter)
+                tensor.grad_fn._register_hook_dict(carrier)
             elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                hook_once(tensor, enter)
+                hook_once(tensor, self._enter_synchronising if synchronise else self._enter_local)
 
     def _enter_synchronising(self, _grad: object) -> None:
         if self.entered == torch._C._current_graph_task_id():
@@ -67,6 +70,7 @@ class BackwardPasses:
 
     def _enter(self, recognised: bool) -> None:
         self._end_broken_off()
+        self.put_hooks_last()  # the user may have added some
         self.entered, self.recognised = torch._C._current_graph_task_id(), recognised
         Variable._execution_engine.queue_callback(partial(self._leave, self.entered))
 
@@ -97,6 +101,14 @@ class BackwardPasses:
     def _end_broken_off(self) -> None:
         if self.entered is not None:
             self.complete(taking_part=False)
+
+
+def carrier_of(enter: Callable[[Tensor], None]) -> Tensor:
+    """A tensor whose hook can be put on any node of autograd. The public ways to put one there
+    make new objects each time, at more cost than all the rest of a forward pass of the wrapper."""
+    carrier = torch.zeros((), requires_grad=True)
+    carrier.register_hook(enter)
+    return carrier
 
 
 def hook_once(leaf: Tensor, enter: Callable[[Tensor], None]) -> None:

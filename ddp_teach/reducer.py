@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, get_rank
 from ddp_teach import unused
 from ddp_teach.bucket_order import BucketOrder
 from ddp_teach.bucket_queue import BucketQueue
-from ddp_teach.complaints import BROKEN_OFF, Complaint
+from ddp_teach.complaints import BROKEN_OFF, INCOMPLETE, Complaint
 from ddp_teach.passes import BackwardPasses
 
 UNKNOWN = 1 << 30  # static graph, first backward: nobody knows yet how often a hook will fire
@@ -61,22 +61,18 @@ class Reducer(BackwardPasses):
         cut = self.detect_unused or bool(options.bucket_bytes_cap_list)
         self.queue.use(self.bucket_order.first(cut))
         self.hooks, self.handles = [self._gradient_hook(i) for i in range(n)], []
-        self._put_hooks_last()
+        self.put_hooks_last()
 
-    def _put_hooks_last(self) -> None:
-        """Put a hook on every parameter, behind those of the user, which may change gradients."""
+    def put_hooks_last(self) -> None:
+        """Have a hook on every parameter, behind those of the user, which may change gradients."""
+        if self.handles and sum(map(len, self.registries)) == self.registered:
+            return
         for handle in self.handles:
             handle.remove()
         pairs = zip(self.params, self.hooks, strict=True)
         self.handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
         self.registries = [handle.hooks_dict_ref() for handle in self.handles]
         self.registered = sum(map(len, self.registries))
-
-    def before_forward(self) -> None:
-        """Make ready for a forward pass."""
-        super().before_forward()
-        if sum(map(len, self.registries)) != self.registered:
-            self._put_hooks_last()
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters; the reducer does nothing any more."""
@@ -132,20 +128,22 @@ class Reducer(BackwardPasses):
     def complete(self, taking_part: bool = True) -> None:
         """Launch the buckets still missing, wait for all, write the averages back, and complain.
 
-        ``taking_part=False`` runs the same collectives with zeros and drops the result: so does a
-        rank whose backward was broken off, and one that has run out of inputs (see ``uneven``).
+        ``taking_part=False`` runs the same collectives without gradients and drops the result: so
+        does a rank whose backward was broken off, or that has run out of inputs (see ``uneven``).
         """
         if self.task is None:
             self._expect_gradients()
+        broken_off = not taking_part and self.entered is not None
         undefined = not taking_part and any(b.holds_gradients() for b in self.queue.in_flight)
         try:
-            self.queue.launch_rest(zeros=not taking_part)
+            self.queue.launch_rest(taking_part, broken_off)
             idle = self._find_idle() if taking_part else range(len(self.params))
             if self.detect_unused or self.lessons[:1] == ["fires"]:
                 self.usage.share(idle)
             problem = self.check_model() if taking_part else None
             with torch.no_grad():
                 self._write_back(idle, taking_part)
+            incomplete = self.queue.who_broke_off(broken_off)
         finally:
             self.task = self.entered = None
             self.served, self.expecting = True, self.expecting and not self.recognised
@@ -155,6 +153,8 @@ class Reducer(BackwardPasses):
             self._learn_fires()
             self.given = [False] * len(self.params)
             self.iterations += 1
+            if incomplete:
+                self.complaint.raise_now(f"On rank {incomplete} {INCOMPLETE}")
             missing = [] if self.detect_unused else [i for i in idle if self.fires[i] > 0]
             self.complaint.speak(problem, self.late, missing, self.static)
         elif undefined:

@@ -31,7 +31,7 @@ class GradientBucket(Bucket):
         self.has_gaps = any(p.grad is None for p in self.params)
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is None:
-                view.zero_()
+                view.fill_(self.filler)
             elif not reciprocal:
                 divide_parts(view if p.grad is view else view.copy_(p.grad), divisor)
             # torch's reducer divides what already lies in the bucket and multiplies what it copies
@@ -61,7 +61,7 @@ class SparseBucket(Bucket):
         grad = self.params[0].grad
         self.has_gaps = grad is None
         if self.has_gaps:
-            grad = torch.zeros_like(self.params[0]).to_sparse(1)
+            grad = torch.full_like(self.params[0], self.filler).to_sparse(1)
         elif not grad.is_sparse:
             raise RuntimeError(
                 f"{self.names[0]} belongs to a layer with sparse=True but has a dense gradient; "
@@ -72,6 +72,9 @@ class SparseBucket(Bucket):
     def unpack(self, leave: Collection[int] = ()) -> None:
         if self.indices[0] not in leave:
             self.params[0].grad = self.flat
+
+    def begins_with_nan(self) -> bool:
+        return bool(self.flat.coalesce().values()[:1].isnan().any())
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         return set(self.indices) if self.has_gaps and self.flat._nnz() == 0 else set()

@@ -1,5 +1,7 @@
 """Buckets: cut as torch cuts them, and flat tensors that hold each gradient where it belongs."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -223,12 +225,16 @@ def test_only_what_has_no_gradient_and_got_none_from_others_is_empty(kind):
 
 
 @KINDS
-def test_without_gradients_it_sends_as_many_zeros_and_changes_nothing(kind):
+@pytest.mark.parametrize("filler", [0.0, math.nan])
+def test_filled_it_sends_as_many_numbers_and_changes_nothing(kind, filler):
     params, bucket = three(kind)
+    bucket.pack()
     before = [None if p.grad is None else p.grad.clone() for p in params]
-    twin = bucket.without_gradients()
+    twin = bucket.filled(filler)
     twin.pack(divisor=2)
-    assert twin.flat.shape == bucket.flat.shape and not twin.flat.any()
+    expected = torch.full_like(bucket.flat, filler)
+    assert torch.equal(twin.flat.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert twin.begins_with_nan() == math.isnan(filler) and not bucket.begins_with_nan()
     twin.unpack()
     assert params[1].grad is None and same([params[0].grad, params[2].grad], before[::2])
 
@@ -304,10 +310,12 @@ def test_a_sparse_bucket_sends_its_rows_divided_and_summed_up():
 def test_a_sparse_bucket_without_a_gradient_sends_no_rows():
     weight, bucket = sparse_bucket()
     assert bucket.empty_among({0}) == set()
-    bucket.without_gradients().pack()
+    spoilt = bucket.filled(math.nan)
+    spoilt.pack(divisor=2)
+    assert spoilt.begins_with_nan() and spoilt.flat._nnz() == 4
     weight.grad = None
     bucket.pack(divisor=2)
-    assert bucket.flat.shape == (4, 2) and bucket.flat._nnz() == 0
+    assert bucket.flat.shape == (4, 2) and bucket.flat._nnz() == 0 and not bucket.begins_with_nan()
     assert bucket.empty_among({0}) == {0}
     other_rank = sparse_bucket()[1]
     other_rank.pack()

@@ -1,6 +1,7 @@
 """Shapes of autograd graphs: tied weights, checkpoints, graphs of gradients, kept tensors."""
 
 import gc
+import math
 
 import torch
 from models import Boom, Fragile, line
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import (
     EVERY,
+    HANGS,
     Two,
     Wrapped,
     attempt,
@@ -143,6 +145,7 @@ def exception_in_forward_then_a_normal_step(wrap, rank):
 
 FAILED = error(ValueError, "boom")
 STEPPED = [1.0, 1.0, by_rank(0.0, -1.0)]  # only c had a gradient, and a local one
+INCOMPLETE = error(RuntimeError, "an exception broke the backward pass off")
 UNFINISHED = error(RuntimeError, "Expected to have finished reduction")
 
 
@@ -162,6 +165,40 @@ def exception_in_the_middle_of_backward(wrap, rank):
 
 def three_layers(model, rank, breaks):
     model(x(rank), breaks=breaks).sum().backward()
+
+
+@case(
+    [[1.5] * 3, by_rank(INCOMPLETE, FAILED), [1.5] * 3, by_rank(FAILED, INCOMPLETE), [1.5] * 3],
+    torch=HANGS,
+    variants=NOT_STATIC,
+    alone=True,
+)
+def exception_in_the_middle_of_backward_on_one_rank(wrap, rank):
+    model, seen = wrap(Fragile()), []
+    for breaks_on in (None, 1, None, 0, None):
+        model.zero_grad()
+        failed = attempt(three_layers, model, rank, rank == breaks_on)
+        seen.append(failed or grads(model))
+    return seen
+
+
+@case([by_rank(INCOMPLETE, INCOMPLETE, FAILED), [2.0] * 3], torch=HANGS, alone=True, nprocs=3)
+def exception_in_the_first_backward_on_one_of_three_ranks(wrap, rank):
+    model = wrap(Fragile(), bucket_cap_mb_list=[1e-6])
+    failed = attempt(three_layers, model, rank, rank == 2)
+    model.zero_grad()
+    backward(model, rank)
+    return [failed, grads(model)]
+
+
+@case(["nan", [1.5, 1.5]])
+def a_gradient_that_is_not_a_number_is_averaged_like_any(wrap, rank):
+    model = wrap(Two(chained))
+    backward(model, rank, math.nan if rank == 1 else 1.0)
+    first = str(grad(model.module.b.weight))
+    model.zero_grad()
+    backward(model, rank)
+    return [first, grads(model)]
 
 
 @case([FAILED, [1.5] * 3], torch=UNFINISHED)
