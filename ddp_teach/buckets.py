@@ -86,9 +86,13 @@ class Bucket:
         self._allocate()
 
     def _allocate(self) -> None:
-        self.flat = self.params[0].new_empty(self.numel, requires_grad=False)
         members = zip(self.params, self.offsets, strict=True)
-        self.views = [view_like(p, self.flat, offset) for p, offset in members]
+        self.layouts = [(p.shape, strides_in_bucket(p), offset) for p, offset in members]
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.flat = self.params[0].new_empty(self.numel, requires_grad=False)
+        self.views = [self.flat.as_strided(*layout) for layout in self.layouts]
 
     def expect(self) -> bool:
         """A backward pass begins: every gradient is still to come. Whether the parameters were
@@ -113,7 +117,7 @@ class Bucket:
         if self.gives_views or self.gave_views:
             # what was given away is the user's now, who may zero it while an all-reduce still runs
             self.flat = self.views = None  # so that their memory can be used again at once
-            self._allocate()
+            self._make_views()
             self.gave_views = False
         grads = [p.grad for p in self.params]
         self.has_gaps = any(g is None for g in grads)
@@ -177,10 +181,10 @@ def divide_parts(tensor: Tensor, divisor: float) -> None:
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(divisor)
 
 
-def view_like(param: Tensor, flat: Tensor, offset: int) -> Tensor:
-    """The part of ``flat`` from ``offset`` on, in the shape of ``param`` and, where it is dense,
-    with its strides, so that copying a gradient is one straight pass over memory."""
+def strides_in_bucket(param: Tensor) -> tuple[int, ...]:
+    """Those of ``param``, where it is dense, so that copying a gradient is one straight pass over
+    memory; else those of a new tensor of its shape."""
     # empty_like keeps strides exactly when a tensor has neither gaps nor overlaps
     if torch.empty_like(param, device="meta").stride() == param.stride():
-        return flat.as_strided(param.shape, param.stride(), offset)
-    return flat[offset : offset + param.numel()].view(param.shape)
+        return param.stride()
+    return torch.empty(param.shape, device="meta").stride()

@@ -18,8 +18,7 @@ BACKWARD, GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 
 
 class BackwardPasses:
-    """Base of the reducer, which defines ``params``, ``put_hooks_last``, ``begin`` and
-    ``complete``."""
+    """Base of the reducer, which defines ``params``, ``expect``, ``begin`` and ``complete``."""
 
     def __init__(self) -> None:
         self.expecting = False  # a synchronising forward has run, its backward has not ended
@@ -70,7 +69,7 @@ class BackwardPasses:
 
     def _enter(self, recognised: bool) -> None:
         self._end_broken_off()
-        self.put_hooks_last()  # the user may have added some
+        self.expect()
         self.entered, self.recognised = torch._C._current_graph_task_id(), recognised
         Variable._execution_engine.queue_callback(partial(self._leave, self.entered))
 

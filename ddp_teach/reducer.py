@@ -82,9 +82,18 @@ class Reducer(BackwardPasses):
 
     # A synchronising backward pass, from the first gradient to the last.
 
+    def expect(self) -> None:
+        """A synchronising backward pass begins: every gradient is still to come."""
+        self.put_hooks_last()  # the user may have added some
+        self.remaining = self.fires.copy()  # hook calls still to come, per parameter
+        self.skipped: set[int] = set()  # parameters that this backward pass will not reach
+        self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
+        if self.queue.expect() and self.detect_unused:
+            self.nodes = unused.accumulation_nodes(self.params)  # autograd has made new ones
+
     def begin(self) -> None:
-        """A synchronising backward pass begins: parameters that it will not reach are ready."""
-        self._expect_gradients()
+        """The first gradient is there, or backward has ended without any: parameters that it will
+        not reach are ready."""
         for i in unused.not_reached(self.nodes) if self.detect_unused else self.unreached:
             self.skipped.add(i)
             self.remaining[i] = 0
@@ -92,13 +101,6 @@ class Reducer(BackwardPasses):
         if self.skip_unused:
             self.queue.unsent = self.skipped
         self.queue.launch_full()
-
-    def _expect_gradients(self) -> None:
-        self.remaining = self.fires.copy()  # hook calls still to come, per parameter
-        self.skipped: set[int] = set()  # parameters that this backward pass will not reach
-        self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
-        if self.queue.expect() and self.detect_unused:
-            self.nodes = unused.accumulation_nodes(self.params)  # autograd has made new ones
 
     def _gradient_hook(self, i: int) -> Callable[[Tensor], None]:
         def gradient_ready(_param: Tensor) -> None:
@@ -131,8 +133,8 @@ class Reducer(BackwardPasses):
         ``taking_part=False`` runs the same collectives without gradients and drops the result: so
         does a rank whose backward was broken off, or that has run out of inputs (see ``uneven``).
         """
-        if self.task is None:
-            self._expect_gradients()
+        if self.entered is None:
+            self.expect()
         broken_off = not taking_part and self.entered is not None
         undefined = not taking_part and any(b.holds_gradients() for b in self.queue.in_flight)
         try:

@@ -181,8 +181,9 @@ def after_a_failure():
 
 def test_a_broken_backward_is_completed_for_the_others_by_the_next_forward():
     # There is one bucket until the first backward has ended, then two. One was sent before the
-    # exception; the other follows in the next step.
-    assert launch(after_a_failure) == [[1, 2, "broken", 3, 2]] * 2
+    # exception; the other follows in the next step, with NaN in it, and so does the question who
+    # broke off.
+    assert launch(after_a_failure) == [[1, 2, "broken", 4, 2]] * 2
 
 
 def test_buckets_are_cut_once_in_the_order_of_the_first_backward():
