@@ -78,12 +78,12 @@ def run_call(
     torch.set_num_threads(1)  # ranks share the cores
     for seed in torch.manual_seed, numpy.random.seed, random.seed:  # forked, all would be equal
         seed(rank)
-    init_process_group(
-        store=dist.FileStore(str(folder / "store"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=min(timeout + 60, 1e8)),  # the launcher's comes first
-    )
+    store = dist.FileStore(str(folder / "store"), world_size)
+    patience = datetime.timedelta(seconds=min(timeout + 60, 1e8))  # the launcher's comes first
+    init_process_group(store=store, rank=rank, world_size=world_size, timeout=patience)
+    store.set(f"ready {rank}", "")
+    # No rank may run ahead: if it fails at once, others are still connecting, and gloo complains.
+    store.wait([f"ready {r}" for r in range(world_size)], patience)
     fn, args, kwargs = loads((folder / "call").read_bytes())
     launcher.send_bytes(RUNNING)
     write(folder / f"{rank}.result", pack_result(fn(*args, **kwargs)))

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from processes import wait_for
 
+from ddp_teach import rank
 from ddp_teach.launch import launch
 
 
@@ -117,3 +119,20 @@ def fail_on_ten(i):
     dist.barrier()
     if i % 10 == 9 and dist.get_rank() == 0:
         raise ValueError("on purpose")
+
+
+def second_rank_is_late(number, *rest):
+    """As ``rank.main``, but after it has joined the group, rank 1 takes its time."""
+    joined = rank.init_process_group
+
+    def slow(**rendezvous):
+        joined(**rendezvous)
+        time.sleep(0.3 * number)
+        os.environ["READY_AT"] = str(time.monotonic())
+
+    rank.init_process_group = slow
+    rank.main(number, *rest)
+
+
+def when_ready_and_when_run():
+    return float(os.environ["READY_AT"]), time.monotonic()

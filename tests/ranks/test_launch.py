@@ -143,6 +143,12 @@ def test_caller_has_used_all_its_threads():
     assert launch(launched.product, size) == [size**3] * 2
 
 
+def test_no_rank_runs_ahead_of_one_that_is_still_connecting(monkeypatch):
+    monkeypatch.setattr(rank_process, "main", launched.second_rank_is_late)
+    (first_ready, first_ran), (second_ready, second_ran) = launch(launched.when_ready_and_when_run)
+    assert first_ready + 0.2 < second_ready < min(first_ran, second_ran)
+
+
 @pytest.mark.slow
 def test_launch_in_a_launch():
     assert launch(launched.nested, timeout=100) == [[(0, 2, 3), (1, 2, 3)]] * 2
