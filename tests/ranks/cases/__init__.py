@@ -118,7 +118,8 @@ def run(names: list[str], wrapper: type[nn.Module]) -> dict[str, Any]:
         torch.manual_seed(rank)
         program, options = CASES[name].program, CASES[name].options
         results[name] = attempt(program, partial(build, wrapper, options), rank)
-        dist.barrier()
+        if not CASES[name].alone:  # a barrier could pass for what a rank that hangs is waiting for
+            dist.barrier()
     return results
 
 

@@ -409,6 +409,15 @@ def hooks_of_the_user_put_on_after_wrapping_change_gradients(wrap, rank):
     return seen
 
 
+@case(15.0, variants=EVERY)
+def a_hook_of_the_user_put_on_between_forward_and_backward(wrap, rank):
+    model = wrap(line())
+    weight, loss = model.module.weight, model(x(rank)).sum()
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 10 * p.grad))
+    loss.backward()
+    return grad(weight)
+
+
 @case([1.5, 1.5])
 def hooks_of_the_user_see_local_gradients(wrap, rank):
     two, seen = Two(chained), []
