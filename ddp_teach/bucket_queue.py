@@ -65,11 +65,13 @@ class BucketQueue:
         """The ranks, "1, 3" say, whose backward was broken off before they had sent all gradients.
 
         Call it when all buckets are here. Asking costs a collective, so it is asked only if the
-        last bucket that was sent has NaN in it, which all ranks see alike. An accelerator would
-        have to be waited for to look: there the NaN itself has to do.
+        last bucket that was sent has NaN in it, which all ranks see alike, unless a hook has made
+        it. An accelerator would have to be waited for to look: there the NaN itself has to do.
         """
         last = self.last_sent
-        if last is None or not last.flat.is_cpu or not last.begins_with_nan():
+        if last is None or self.comm_hook is not None or not last.flat.is_cpu:
+            return ""
+        if not last.begins_with_nan():
             return ""
         flags = torch.zeros(dist.get_world_size(self.group))
         flags[dist.get_rank(self.group)] = broken_off

@@ -1,5 +1,7 @@
 """Communication hooks: torch's own, and some that a user may write."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from models import line
@@ -180,6 +182,16 @@ def a_hook_and_detection(wrap, rank):
         backward(model, rank)
         seen.append(grads(model))
     return seen
+
+
+@case([by_rank("1.0", "nan"), 1.5])
+def a_hook_that_averages_nothing_and_a_gradient_that_is_not_a_number(wrap, rank):
+    local = wrap(line())
+    local.register_comm_hook(None, noop)
+    backward(local, rank, math.nan if rank == 1 else 1.0)
+    model = wrap(line())
+    backward(model, rank)
+    return [str(grad(local.module.weight)), grad(model.module.weight)]
 
 
 @case(error(RuntimeError, "register_comm_hook"))
