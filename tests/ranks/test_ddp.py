@@ -1,10 +1,12 @@
 """The finished wrapper from outside: what it sends and when, its arguments, what it looks like."""
 
 import functools
+import gc
 import inspect
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -154,6 +156,21 @@ def test_buffers_are_sent_only_after_a_forward_that_synchronised():
         launch(buffers_while_accumulating)
         == [[local, [], synchronised, ["broadcast", "all_reduce"]]] * 2
     )
+
+
+def what_a_wrapper_leaves():
+    model = DistributedDataParallel(nn.Sequential(line(), line()))
+    module = model.module
+    model(torch.ones(1, 1)).sum().backward()
+    gone = [weakref.ref(part) for part in (model, model.reducer, *model.buckets)]
+    del model
+    gc.collect()
+    hooks = [len(p._post_accumulate_grad_hooks) for p in module.parameters()]
+    return [ref() is None for ref in gone], hooks
+
+
+def test_a_wrapper_that_is_gone_leaves_neither_hooks_nor_buckets():
+    assert launch(what_a_wrapper_leaves) == [([True] * 3, [0, 0])] * 2
 
 
 class Breaks(nn.Sequential):
