@@ -37,6 +37,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     ``param_to_hook_all_reduce`` raise ``NotImplementedError``.
     """
 
+    require_backward_grad_sync = True  # whether backward through the next forward pass averages
+    require_forward_param_sync = True  # whether backward through the last one does
+
     def __init__(
         self, module: nn.Module, device_ids: Sequence | None = None,
         output_device: int | torch.device | None = None, dim: int = 0,
@@ -61,7 +64,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.batched_grad_copy = batched_grad_copy
         self.bucket_caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap_list = self.bucket_caps if bucket_cap_mb_list else []
-        self.require_backward_grad_sync = self.require_forward_param_sync = True
         flags = (forward_sync_buffers, broadcast_buffers, True)
         self.forward_sync_buffers = next(flag for flag in flags if flag is not None)
         self._place(device_ids, output_device)
