@@ -7,6 +7,7 @@ is that flat tensor, with one view per parameter. Sizes and order follow torch's
 decides the order in which a ring all-reduce adds them up, and so the last bit of every gradient.
 """
 
+import cmath
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
@@ -160,7 +161,7 @@ class Bucket:
 
     def begins_with_nan(self) -> bool:
         """Whether the first number in the flat tensor is not a number."""
-        return bool(self.flat[:1].isnan().any())
+        return self.numel > 0 and cmath.isnan(self.flat[0].item())
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         """Those of ``indices`` that have no gradient and for which the flat tensor holds zeros."""
