@@ -125,13 +125,13 @@ def why_own(name: str, wrong: Sequence[int], evidence: Sequence[Start]) -> str:
     roots = [{event.root for event in events} for events in broadcasts]
     if all(root == {rank} for rank, root in enumerate(roots)):
         return "every rank broadcasts its own. The source must be the same on all ranks: 0."
+    if not_waited_for(evidence[1].events):
+        return "the broadcast was started, but not waited for."
     right = evidence[0].before
     differ = [n for n in right if not all(same(seen.after[n], right[n]) for seen in evidence)]
     learn = [n for n in differ if evidence[0].kinds[n] == "parameter"]  # a forward changes buffers
     if learn and all(same(seen.after_forward[n], right[n]) for n in learn for seen in evidence):
         return "only a forward pass makes them equal. Do it in __init__."
-    if not_waited_for(evidence[1].events):
-        return "the broadcast was started, but not waited for."
     if not any(event.collective for event in evidence[0].events):
         return "nothing was sent in __init__. Broadcast rank 0's values to all."
     if idle := [rank for rank in wrong if not evidence[rank].events]:

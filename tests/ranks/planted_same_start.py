@@ -173,6 +173,14 @@ class NoWait(Wrapper):
         self.works = [dist.broadcast(t, 0, async_op=True) for t in all_tensors(self.module)]
 
 
+@fault(SAME_START, "not waited for")
+class WaitsInForward(NoWait):
+    def forward(self, *inputs, **kwargs):
+        for work in self.works:
+            work.wait()
+        return self.module(*inputs, **kwargs)
+
+
 @fault(SAME_START, "sent in a smaller dtype", "layers.1.weight")
 class ThroughFloat32(Wrapper):
     def start(self):
