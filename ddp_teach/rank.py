@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -85,9 +86,17 @@ def run_call(
     # No rank may run ahead: if it fails at once, others are still connecting, and gloo complains.
     store.wait([f"ready {r}" for r in range(world_size)], patience)
     fn, args, kwargs = loads((folder / "call").read_bytes())
-    launcher.send_bytes(RUNNING)
+    tell(launcher, RUNNING, folder)
     write(folder / f"{rank}.result", pack_result(fn(*args, **kwargs)))
-    launcher.send_bytes(RETURNED)
+    tell(launcher, RETURNED, folder)
+
+
+def tell(launcher: Connection, message: bytes, folder: Path) -> None:
+    """Say how far this rank is; if the launching process is gone, end all."""
+    try:
+        launcher.send_bytes(message)
+    except OSError:
+        end_all_ranks(folder)
 
 
 def set_environment(environ: dict[str, str], rank: int, world_size: int) -> None:
@@ -117,7 +126,7 @@ def redirect_output(path: Path) -> None:
 
 def watch_for_death(rank: int, folder: Path) -> None:
     """Note the process id; should the process crash, note its stack; let an interrupt end it."""
-    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    write(folder / f"{rank}.pid", str(os.getpid()).encode())  # another rank may read it right now
     crash = os.open(folder / f"{rank}.crash", os.O_WRONLY | os.O_CREAT, 0o600)
     faulthandler.enable(crash)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a collective's end
@@ -183,8 +192,7 @@ def answer(launcher: Connection, thread: int, folder: Path) -> None:
         while launcher.recv_bytes() != DONE:
             launcher.send(where(thread, until=__file__))
     except (EOFError, OSError):
-        with ending:  # this rank fails as soon as it loses its connections to the others
-            end_all_ranks(folder)
+        end_all_ranks(folder)
 
 
 def end_all_ranks(folder: Path) -> None:
@@ -193,13 +201,23 @@ def end_all_ranks(folder: Path) -> None:
 
     Only one rank does this: two could end each other before either had removed the folder.
     """
-    try:
-        (folder / "ending").touch(exist_ok=False)
-        for pid in [int(file.read_text()) for file in folder.glob("*.pid")]:
-            if pid != os.getpid():
-                with contextlib.suppress(OSError):  # it has ended by itself
-                    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-        for left in folder, util.get_temp_dir():  # where the server has its socket
-            shutil.rmtree(left, ignore_errors=True)
-    finally:
-        os._exit(1)
+    with ending:  # this rank fails as soon as it loses its connections to the others
+        try:
+            (folder / "ending").touch(exist_ok=False)
+            for pid in [int(file.read_text()) for file in folder.glob("*.pid")]:
+                if pid != os.getpid():
+                    with contextlib.suppress(OSError):  # it has ended by itself
+                        os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+            for left in folder, util.get_temp_dir():  # where the server has its socket
+                remove(left)
+        finally:
+            os._exit(1)
+
+
+def remove(folder: Path | str) -> None:
+    """Remove a folder in which a rank that has just begun may still be making files."""
+    for _ in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+        time.sleep(0.01)

@@ -12,7 +12,7 @@ from functools import cache
 from multiprocessing import util
 from pathlib import Path
 
-from ddp_teach.rank import RETURNED, RUNNING, main
+from ddp_teach.rank import RETURNED, RUNNING, main, write
 
 # Ranks are forked from a server that has imported this already. Not from this process: a fork of a
 # process that has threads (any large CPU operation, CUDA) can hang. Not this package: a change of
@@ -47,7 +47,7 @@ class RankProcess:
     def start(self, world_size: int, timeout: float) -> None:
         """Start the process."""
         if START_METHOD == "forkserver":
-            self.folder.joinpath("server.pid").write_text(str(start_server()))
+            write(self.folder / "server.pid", str(start_server()).encode())
         context = multiprocessing.get_context(START_METHOD)
         environ = dict(os.environ)
         self.process = context.Process(
