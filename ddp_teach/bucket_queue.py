@@ -90,7 +90,7 @@ class BucketQueue:
     def _send(self, bucket: Bucket, place: int) -> None:
         sent[self.group.group_name] += 1
         bucket.number = sent[self.group.group_name]
-        self.last_sent = bucket
+        self.last_sent = bucket if bucket.numel else self.last_sent
         with torch.no_grad():  # backward(create_graph=True) comes here with gradients switched on
             if self.comm_hook is None:
                 pack(bucket, self.divisor, self.reciprocal)

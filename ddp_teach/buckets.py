@@ -129,7 +129,7 @@ class Bucket:
             for grad, view in zip(grads, self.views, strict=True):
                 torch.mul(grad, 1.0 / divisor, out=view)
             return
-        torch._foreach_copy_(self.views, grads)
+        copy_all(self.views, grads)
         if divisor != 1 and reciprocal:
             self.flat.mul_(1.0 / divisor)
         elif divisor != 1:
@@ -151,7 +151,7 @@ class Bucket:
                 grads.append(p.grad)
                 views.append(view)
         if grads:
-            torch._foreach_copy_(grads, views)
+            copy_all(grads, views)
 
     def filled(self, filler: float) -> "Bucket":
         """A bucket of the same shape whose parameters have no gradients: it sends ``filler``."""
@@ -161,7 +161,7 @@ class Bucket:
 
     def begins_with_nan(self) -> bool:
         """Whether the first number in the flat tensor is not a number."""
-        return self.numel > 0 and cmath.isnan(self.flat[0].item())
+        return cmath.isnan(self.flat[0].item())
 
     def empty_among(self, indices: Collection[int]) -> set[int]:
         """Those of ``indices`` that have no gradient and for which the flat tensor holds zeros."""
@@ -175,6 +175,15 @@ class Bucket:
     def __repr__(self) -> str:
         size = f"{self.numel} x {str(self.flat.dtype).removeprefix('torch.')}"
         return f"Bucket({size}, {self.nbytes} bytes: {', '.join(self.names)})"
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of ``sources`` over the one of ``targets`` at its place."""
+    try:
+        torch._foreach_copy_(targets, sources)
+    except RuntimeError:  # it takes no conjugate tensors, as gradients of complex numbers may be
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def divide_parts(tensor: Tensor, divisor: float) -> None:

@@ -65,14 +65,14 @@ class Reducer(BackwardPasses):
 
     def put_hooks_last(self) -> None:
         """Have a hook on every parameter, behind those of the user, which may change gradients."""
-        if self.handles and sum(map(len, self.registries)) == self.registered:
+        if self.handles and [*map(next, map(reversed, self.registries))] == self.last:
             return
         for handle in self.handles:
             handle.remove()
         pairs = zip(self.params, self.hooks, strict=True)
         self.handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
         self.registries = [handle.hooks_dict_ref() for handle in self.handles]
-        self.registered = sum(map(len, self.registries))
+        self.last = [handle.id for handle in self.handles]  # each registry is in order
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters; the reducer does nothing any more."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_teach.buckets import assign_buckets
+from ddp_teach.buckets import assign_buckets, copy_all
 
 CHUNK_BYTES = 250 * 1024 * 1024  # so that the copy which is sent stays small beside the model
 
@@ -78,13 +78,13 @@ class FlatBytes:
         if self.work is not None:
             self.work.wait()
         if sends := dist.get_rank(group) == src:
-            torch._foreach_copy_(self.views, tensors)
+            copy_all(self.views, tensors)
         self.work = dist.broadcast(self.flat, group=group, group_src=src, async_op=True)
         if not sends:
             self.work.wait()
             # .data: the values change, but not the version that autograd compares in backward;
             # a forward pass whose backward is still to come may have saved this tensor
-            torch._foreach_copy_([t.data for t in tensors], self.views)
+            copy_all([t.data for t in tensors], self.views)
 
 
 def broadcast_states(

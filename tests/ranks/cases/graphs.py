@@ -191,6 +191,26 @@ def exception_in_the_first_backward_on_one_of_three_ranks(wrap, rank):
     return [failed, grads(model)]
 
 
+class FragileAndEmpty(Fragile):
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x, breaks=False):
+        return super().forward(x, breaks) + self.empty.sum()
+
+
+@case([by_rank(INCOMPLETE, FAILED), [[], 1.5, 1.5, 1.5]], torch=HANGS, alone=True)
+def exception_on_one_rank_where_the_last_bucket_is_empty(wrap, rank):
+    model = wrap(FragileAndEmpty(), bucket_cap_mb_list=[1e-6])
+    backward(model, rank)
+    model.zero_grad()
+    failed = attempt(three_layers, model, rank, rank == 1)
+    model.zero_grad()
+    backward(model, rank)
+    return [failed, [numbers(p.grad) for p in model.parameters()]]
+
+
 @case(["nan", [1.5, 1.5]])
 def a_gradient_that_is_not_a_number_is_averaged_like_any(wrap, rank):
     model = wrap(Two(chained))
@@ -406,6 +426,19 @@ def hooks_of_the_user_put_on_after_wrapping_change_gradients(wrap, rank):
         model.zero_grad()
         backward(model, rank)
         seen.append(grad(weight))
+    return seen
+
+
+@case([15.0] * 3, variants=EVERY)
+def a_hook_of_the_user_taken_off_and_put_on_again(wrap, rank):
+    model, seen = wrap(line()), []
+    weight = model.module.weight
+    for _ in range(3):
+        hook = weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 10 * p.grad))
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grad(weight))
+        hook.remove()
     return seen
 
 

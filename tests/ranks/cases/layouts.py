@@ -76,6 +76,25 @@ def complex_and_real(wrap, rank):
     return [grad(model.module.c), grad(model.module.r)]
 
 
+class Conjugate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Parameter(torch.ones(1, 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        return ((1 + 1j) * x @ self.c.mH).real
+
+
+@case([1.5 + 1.5j] * 2, variants=EVERY)
+def a_gradient_that_is_a_conjugate_view(wrap, rank):
+    model, seen = wrap(Conjugate()), []
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grad(model.module.c))
+    return seen
+
+
 def gradients_like_one_process(wrap, module, rank):
     """Whether the wrapper's gradients equal those of the whole batch, strides as well."""
     shards = [torch.randn(4, 4, generator=torch.Generator().manual_seed(r)) for r in range(2)]
