@@ -9,6 +9,7 @@ process is gone.
 import contextlib
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import random
@@ -77,6 +78,7 @@ def run_call(
 ) -> None:
     """Join the process group, run the call, leave its result in the folder and say so."""
     torch.set_num_threads(1)  # ranks share the cores
+    multiprocessing.set_start_method(None, force=True)  # the usual one for a DataLoader's workers
     for seed in torch.manual_seed, numpy.random.seed, random.seed:  # forked, all would be equal
         seed(rank)
     store = dist.FileStore(str(folder / "store"), world_size)

@@ -2,6 +2,7 @@
 
 import builtins
 import gc
+import multiprocessing
 import os
 import random
 import socket
@@ -412,6 +413,35 @@ def test_script_without_a_guard(tmp_path):
     assert ended.stderr == ""
     assert ended.stdout == SCRIPT_SAYS
     assert ended.returncode == 0
+
+
+LOADER = """\
+from torch.utils.data import DataLoader, Dataset
+from ddp_teach import launch
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return float(i)
+
+def total():
+    return sum(batch.sum().item() for batch in DataLoader(Numbers(), 2, num_workers=2))
+
+print(total(), launch(total))
+"""
+
+
+@pytest.mark.skipif(
+    multiprocessing.get_all_start_methods()[0] != "fork", reason="workers import the script again"
+)
+def test_a_data_loader_has_workers_in_a_rank_as_outside(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOADER)
+    ended = run(str(script))
+    assert ended.stdout == "28.0 [28.0, 28.0]\n", ended.stderr
+    assert ended.stderr == ""
 
 
 def test_script_as_a_module(tmp_path):
