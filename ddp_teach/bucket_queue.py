@@ -103,8 +103,8 @@ class BucketQueue:
         """Wait until the bucket holds the averages."""
         if bucket.work is not None:
             self.waiting = bucket
-            bucket.work.wait()
-            bucket.work = None
+            work, bucket.work = bucket.work, None  # if it fails, nobody waits for it a second time
+            work.wait()
 
     def _wait_for_all(self) -> None:
         for bucket in self.in_flight:

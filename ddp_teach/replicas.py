@@ -64,6 +64,7 @@ class FlatBytes:
     """Room for copies of ``tensors`` (any dtypes, one device) in one flat tensor of bytes, so that
     one broadcast carries them all."""
 
+    @torch.inference_mode(False)  # a forward pass in that mode may be the first, not the last
     def __init__(self, tensors: Sequence[Tensor]):
         sizes = [t.numel() * t.element_size() for t in tensors]
         self.flat = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)

@@ -120,3 +120,16 @@ def ignored_names_are_left_alone(wrap, rank):
     model = wrap(module)
     backward(model, rank)
     return [module.buf.item(), module.own.item()]
+
+
+@case([[2.5, by_rank(1.0, 2.0)], [1.5, 1.0], [1.5, 1.0]], variants=EVERY)
+def a_validation_under_inference_mode_before_training(wrap, rank):
+    model, seen = wrap(Scaled(rank)), []
+    with torch.inference_mode():
+        model(x(rank))
+    for _ in range(3):
+        model.module.buf.fill_(rank + 1.0)
+        model.zero_grad()
+        backward(model, rank)
+        seen.append([grad(model.module.w), model.module.buf.item()])
+    return seen

@@ -242,3 +242,34 @@ def a_hook_that_raises_on_one_rank(wrap, rank):
     model.zero_grad()
     backward(model, rank)
     return [outcome, grads(model)]
+
+
+BAD_FUTURE = error(RuntimeError, "once")
+
+
+@case(
+    [by_rank([0.5, 1.5], BAD_FUTURE), [1.5, 1.5], [1.5, 1.5]],
+    torch=[by_rank([1.5, 1.5], BAD_FUTURE), [1.5, 1.5], [1.5, 1.5]],
+    alone=True,
+)
+def a_future_that_fails_on_one_rank(wrap, rank):
+    """No hang; the other rank's mean lacks what the failing one has not sent."""
+    model, seen, fails = wrap(Two(chained), bucket_cap_mb_list=[1e-6]), [], []
+
+    def hook(_state, bucket):
+        failing = rank == 1 and fails and bucket.index() == 0
+
+        def done(future):
+            if failing:
+                raise ValueError("once")
+            return future.value()[0] / 2
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(done)
+
+    model.register_comm_hook(None, hook)
+    for step in range(3):
+        fails[:] = [True] if step == 0 else []
+        model.zero_grad()
+        failed = attempt(backward, model, rank)
+        seen.append(failed or grads(model))
+    return seen
