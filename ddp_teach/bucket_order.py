@@ -45,6 +45,11 @@ class BucketOrder:
         assigned = assign_buckets(params, self.caps, sparse)
         return self._make([[order[k] for k in places] for places in assigned])
 
+    def again(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """The same for parameters that were moved or converted: one bucket for each dtype."""
+        parts = ((b.indices, ks) for b in buckets for ks in assign_buckets(b.params, None))
+        return self._make([[indices[k] for k in ks] for indices, ks in parts])
+
     def _make(self, assigned: Sequence[Sequence[int]]) -> list[Bucket]:
         usual = GradientBucket if self.as_view else Bucket
         buckets = []

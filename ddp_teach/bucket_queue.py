@@ -35,14 +35,13 @@ class BucketQueue:
         self.buckets, self.in_flight = buckets, []
         self.bucket_of = {i: bucket for bucket in buckets for i in bucket.indices}
 
-    def expect(self) -> bool:
-        """A backward pass begins: no bucket is full, none has been launched. Whether parameters
-        were moved or converted since the last one."""
+    def expect(self) -> None:
+        """A backward pass begins: no bucket is full, none has been launched."""
         self.in_flight: list[Bucket] = []
         self.last_sent: Bucket | None = None
         self.unsent: set[int] = set()  # parameters that need not travel in this pass
-        changed = [bucket.expect() for bucket in self.buckets]
-        return any(changed)
+        for bucket in self.buckets:
+            bucket.expect()
 
     def launch_full(self) -> None:
         """Launch the buckets whose turn it is, up to the first that is not full."""

@@ -95,18 +95,18 @@ class Bucket:
         self.flat = self.params[0].new_empty(self.numel, requires_grad=False)
         self.views = [self.flat.as_strided(*layout) for layout in self.layouts]
 
-    def expect(self) -> bool:
-        """A backward pass begins: every gradient is still to come. Whether the parameters were
-        moved or converted since the last one."""
+    def is_outdated(self) -> bool:
+        """Whether some parameter was moved or converted since the bucket was made."""
+        dtype, device = self.flat.dtype, self.flat.device
+        return any(p.dtype != dtype or p.device != device for p in self.params)
+
+    def expect(self) -> None:
+        """A backward pass begins: every gradient is still to come."""
         self.pending, self.has_gaps, self.work = len(self.params), False, None
-        first, flat = self.params[0], self.flat
-        if changed := first.dtype != flat.dtype or first.device != flat.device:
-            self._allocate()
         # A new gradient belongs to nobody yet, so a view can take its place and need no copying
         # back; a gradient that is there already may be held by others and is written in place.
         may_replace = self.large and not torch.is_grad_enabled()
         self.gives_views = may_replace and all(p.grad is None for p in self.params)
-        return changed
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         """Copy every gradient into the flat tensor, divided by ``divisor``; a missing one is
@@ -127,7 +127,7 @@ class Bucket:
             grads = [torch.full_like(v, self.filler) if g is None else g for g, v in pairs]
         if self.large and reciprocal:
             for grad, view in zip(grads, self.views, strict=True):
-                torch.mul(grad, 1.0 / divisor, out=view)
+                copy_divided(view, grad, divisor)
             return
         copy_all(self.views, grads)
         if divisor != 1 and reciprocal:
@@ -184,6 +184,13 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     except RuntimeError:  # it takes no conjugate tensors, as gradients of complex numbers may be
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+
+
+def copy_divided(target: Tensor, source: Tensor, divisor: float) -> None:
+    """Copy ``source``, multiplied by ``1 / divisor``, over ``target``."""
+    if source.shape != target.shape:  # torch would make the target larger, outside of its bucket
+        raise RuntimeError(f"it has shape {list(source.shape)}, its place {list(target.shape)}")
+    torch.mul(source, 1.0 / divisor, out=target)
 
 
 def divide_parts(tensor: Tensor, divisor: float) -> None:

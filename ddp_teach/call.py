@@ -7,6 +7,8 @@ import numbers
 import pickle
 import sys
 from collections.abc import Callable
+from functools import _lru_cache_wrapper as CachedFunction
+from functools import lru_cache
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,8 @@ class CallPickler(cloudpickle.Pickler):
         if type(value) is CodeType:
             make, parts = self.dispatch_table[CodeType](value)[:2]
             return code_from, (value.co_filename, make, parts)
+        if type(value) is CachedFunction and value.__module__ == "__main__":
+            return cached_function, (value.cache_parameters(), value.__wrapped__)
         reduced = super().reducer_override(value)
         if reduced is NotImplemented or not is_global_of_main(value):
             return reduced
@@ -54,6 +58,11 @@ def global_of_main(name: str, make: Callable, parts: tuple) -> Any:
     value = make(*parts)
     setattr(sys.modules["__main__"], name, value)
     return value
+
+
+def cached_function(how: dict[str, Any], fn: Callable) -> Callable:
+    """What ``@functools.lru_cache(**how)`` makes of ``fn``, with nothing in its cache."""
+    return lru_cache(**how)(fn)
 
 
 def code_from(filename: str, make: Callable[..., CodeType], parts: tuple) -> CodeType:

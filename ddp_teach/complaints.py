@@ -5,7 +5,9 @@ have stepped. Here the complaint is known when backward ends, and is raised by w
 the next forward pass, or the step of an optimizer that holds one of the parameters.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -63,7 +65,8 @@ class Complaint:
         self.rank, self.names, self.params, self.busy = rank, names, params, busy
         self.message = self.last_message = None
         self.silent: set[int] | None = None  # without a gradient in every pass since last asked
-        self.step_hook = register_optimizer_step_pre_hook(self._before_step)
+        handle = register_optimizer_step_pre_hook(weakly(self._before_step))
+        weakref.finalize(self, handle.remove).atexit = False
 
     def speak(
         self, problem: str | None, late: Sequence[int], missing: Sequence[int], static: bool
@@ -95,10 +98,6 @@ class Complaint:
         if message is not None:
             self.raise_now(message)
 
-    def close(self) -> None:
-        """Leave no hook behind in torch's optimizers."""
-        self.step_hook.remove()
-
     def _file(self, what: str, indices: Sequence[int]) -> None:
         who = f"did not receive grad for rank {self.rank}:"
         places, names = " ".join(map(str, indices)), ", ".join(self.names[i] for i in indices)
@@ -106,10 +105,36 @@ class Complaint:
             f"{what}\nParameter indices which {who} {places}\nParameters which {who} {names}"
         )
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+        self._refuse(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def checked() -> Any:
+            loss = closure()  # runs backward: what went wrong there is told before the step is made
+            self._refuse(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (optimizer, checked, *args[2:]), kwargs
+        return args, {**kwargs, "closure": checked}
+
+    def _refuse(self, optimizer: Optimizer) -> None:
         if self.message is None and not self.busy():
             return
         ours = set(self.params)
         if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.raise_if_filed()
             self.raise_now(f"On rank {self.rank} {TOO_EARLY}")
+
+
+def weakly(method: Callable) -> Callable:
+    """What calls ``method`` as long as its object lives, and does not make it live longer."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = alive()
+        return None if bound is None else bound(*args)
+
+    return call

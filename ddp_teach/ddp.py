@@ -22,8 +22,9 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from ddp_teach import arguments, uneven
 from ddp_teach.buckets import Bucket, bucket_caps
 from ddp_teach.comm_hook import check_hook, run_hook
+from ddp_teach.complaints import weakly
 from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
-from ddp_teach.reducer import Reducer
+from ddp_teach.reducer import Reducer, remove_all
 from ddp_teach.replicas import BufferSync, broadcast_states, check_same_model, named_states
 from ddp_teach.torch_names import TorchNames
 
@@ -91,11 +92,12 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.reducer = self.buffer_sync = None
         if self.process_group is not None and managed:
             group, ignored = self.process_group, self.parameters_to_ignore
-            watch = ModelWatch(self.module, ignored)
+            self._watch = ModelWatch(self._modules, ignored)
             self.buffer_sync = BufferSync(self.module, group, ignored)
-            self.outputs = Outputs(self.module)
+            self._outputs = Outputs(self.module)
+            watch = weakly(self._watch.__call__)  # the hooks on parameters hold the reducer
             self.reducer = Reducer(managed, group, self.bucket_caps, self, watch)
-            weakref.finalize(self, self.reducer.remove_hooks).atexit = False
+            weakref.finalize(self, remove_all, self.reducer.handles).atexit = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on ``inputs`` and ``kwargs`` and return exactly what it returns.
@@ -124,7 +126,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if self.require_forward_param_sync is not synchronise:  # setting it is slow in an nn.Module
             self.require_forward_param_sync = synchronise
         if with_grad:
-            self.reducer.after_forward(self.outputs(output), synchronise)
+            self.reducer.after_forward(self._outputs(output), synchronise)
         return output
 
     def will_sync_module_buffers(self) -> bool:
@@ -132,7 +134,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and bool(self.buffer_sync.places)
+            and self.buffer_sync.finds_any()
         )
 
     @contextlib.contextmanager

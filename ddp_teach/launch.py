@@ -39,6 +39,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_
 
 def launch(
     fn: Callable,
+    /,
     *args: Any,
     nprocs: int = 2,
     timeout: float = 60.0,

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+OF_EVERY_MODULE = vars(nn.Module()).keys()
+
 
 def managed_parameters(
     module: nn.Module, ignored: Collection[str]
@@ -30,20 +32,23 @@ def managed_parameters(
 
 
 class ModelWatch:
-    """Called with no arguments: a message if ``module`` has a parameter that requires grad and was
-    not there, or was frozen, when it was wrapped; ``None`` otherwise."""
+    """Called with no arguments: a message if a wrapper's module has a parameter that requires grad
+    and was not there, or was frozen, when it was wrapped; ``None`` otherwise. ``wrapped`` is the
+    wrapper's registry of modules: its only one, "module", may be replaced as well."""
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]):
-        self.module, self.ignored = module, ignored
-        self.managed = {p for _, p, _ in managed_parameters(module, ignored)}
+    def __init__(self, wrapped: dict[str, nn.Module], ignored: Collection[str]):
+        self.wrapped, self.ignored = wrapped, ignored
+        self.managed = {p for _, p, _ in managed_parameters(wrapped["module"], ignored)}
         self._look()
 
     def _look(self) -> None:
-        self.frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        modules = list(self.wrapped["module"].modules())
         # named_parameters() would say the same, but takes ten times as long
-        modules = list(self.module.modules())
         self.registries = [r for m in modules for r in (m._parameters, m._modules)]
+        self.registries.append(self.wrapped)
         self.entries = self._registered()
+        params = (p for m in modules for p in m._parameters.values())
+        self.frozen = [p for p in params if p is not None and not p.requires_grad]
 
     def _registered(self) -> list[Any]:
         return [*chain.from_iterable(r.values() for r in self.registries)]
@@ -53,7 +58,7 @@ class ModelWatch:
         same = len(now) == len(self.entries) and all(map(is_, now, self.entries))
         if same and not any(p.requires_grad for p in self.frozen):
             return None
-        for name, param, _ in managed_parameters(self.module, self.ignored):
+        for name, param, _ in managed_parameters(self.wrapped["module"], self.ignored):
             if param not in self.managed:
                 return (
                     f"Parameter {name} was added, replaced or unfrozen after the model was "
@@ -69,19 +74,27 @@ class Outputs:
     """
 
     def __init__(self, module: nn.Module):
-        self.module, self.places = module, None
+        self.attributes = [vars(owner) for owner in module.modules()]
+        # looked at in every forward pass: layers of torch's own get no new attributes
+        others = (m for m in module.modules() if not type(m).__module__.startswith("torch.nn."))
+        self.watched = [vars(owner) for owner in others]
+        self.size, self.places = -1, []
 
     def __call__(self, returned: Any) -> Sequence[Tensor]:
-        if self.places is None:  # the first forward pass shows where tensors are kept
+        size = sum(map(len, self.watched))
+        if size != self.size:  # the first forward pass shows where tensors are or may be kept
+            self.size = size
             self.places = [
-                (vars(owner), name)
-                for owner in self.module.modules()
-                for name, value in vars(owner).items()
-                if isinstance(value, Tensor) and value.grad_fn is not None
+                (kept, name)
+                for kept in self.attributes
+                for name, value in kept.items()
+                if name not in OF_EVERY_MODULE
+                and (value is None or any(t.grad_fn is not None for t in tensors_in(value)))
             ]
         if isinstance(returned, Tensor) and not self.places:
             return (returned,)
-        return tensors_in([returned, *(kept.get(name) for kept, name in self.places)])
+        values = [value for kept, name in self.places if (value := kept.get(name)) is not None]
+        return tensors_in([returned, *values])
 
 
 def tensors_in(output: Any) -> list[Tensor]:

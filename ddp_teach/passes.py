@@ -6,6 +6,7 @@ earlier one is treated as if it belonged to the last.)
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
@@ -26,19 +27,20 @@ class BackwardPasses:
         self.task: int | None = None  # the same, once the first gradient is there
         self.recognised = False  # whether that backward came through a hook
         self.served = False  # whether one has run since the last forward that did not
-        self.local = False  # the backward now running belongs to a forward in no_sync
+        # What autograd is to call when a backward ends; gone as soon as that has ended in any way.
+        self.at_end: Callable = lambda: None  # of the synchronising backward
+        self.at_local_end: Callable = lambda: None  # of one that belongs to a forward in no_sync
         self.synchronising_hook = carrier_of(self._enter_synchronising)
         self.local_hook = carrier_of(self._enter_local)
 
     def is_running(self) -> bool:
         """Whether a synchronising backward has begun and not ended, or was broken off."""
-        expected = self.expecting and not self.local and torch._C._current_graph_task_id() != -1
-        return expected or self.entered is not None
+        expected = self.expecting and not self.at_local_end()
+        return (expected and torch._C._current_graph_task_id() != -1) or self.entered is not None
 
     def before_forward(self) -> None:
         """End, for the other ranks' sake, a synchronising backward that an exception broke off."""
-        if (self.entered is not None or self.local) and torch._C._current_graph_task_id() == -1:
-            self.local = False
+        if self.entered is not None and not self.at_end():  # else it runs in another thread
             self._end_broken_off()
 
     def after_forward(self, outputs: Iterable[Tensor], synchronise: bool) -> None:
@@ -63,20 +65,19 @@ class BackwardPasses:
             self._enter(recognised=True)
 
     def _enter_local(self, _grad: object) -> None:
-        if not self.local and self.entered is None:
-            self.local = True
-            Variable._execution_engine.queue_callback(partial(setattr, self, "local", False))
+        if not self.at_local_end() and self.entered is None:
+            self.at_local_end = call_at_end(lambda: None)
 
     def _enter(self, recognised: bool) -> None:
         self._end_broken_off()
         self.expect()
         self.entered, self.recognised = torch._C._current_graph_task_id(), recognised
-        Variable._execution_engine.queue_callback(partial(self._leave, self.entered))
+        self.at_end = call_at_end(partial(self._leave, self.entered))
 
     def first_gradient(self) -> bool:
         """Whether the backward pass that brings this gradient synchronises; if so, it begins."""
         if self.entered is None:
-            if self.local or not self.expecting:
+            if self.at_local_end() or not self.expecting:
                 return False
             # It comes through a tensor which no hook could be put on. There may be more of these,
             # so after this pass another may be meant for the same forward pass.
@@ -100,6 +101,13 @@ class BackwardPasses:
     def _end_broken_off(self) -> None:
         if self.entered is not None:
             self.complete(taking_part=False)
+
+
+def call_at_end(callback: Callable[[], None]) -> weakref.ref:
+    """Have autograd call ``callback`` when the backward pass now running has reached its end.
+    Autograd alone holds it, so the reference is dead once that pass has ended or was broken off."""
+    Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(callback)
 
 
 def carrier_of(enter: Callable[[Tensor], None]) -> Tensor:

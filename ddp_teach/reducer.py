@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank
+from torch.utils.hooks import RemovableHandle
 
 from ddp_teach import unused
 from ddp_teach.bucket_order import BucketOrder
@@ -54,42 +55,49 @@ class Reducer(BackwardPasses):
         self.unreached: list[int] = []  # parameters that a static graph does not use
         self.given = [False] * n  # whether it got a gradient since its last average
         self.usage = unused.UsageCount(n, self.params[0].device, group)
-        self.nodes = unused.accumulation_nodes(self.params) if self.detect_unused else []
+        self.nodes = []  # where autograd brings a gradient to its parameter, to detect unused ones
+        self.memory: list[tuple] = []  # where parameters and their values lay when last looked at
 
         self.bucket_order = BucketOrder(managed, group, caps, options.gradient_as_bucket_view)
         self.queue = BucketQueue(group, reciprocal=not options.batched_grad_copy)
         cut = self.detect_unused or bool(options.bucket_bytes_cap_list)
         self.queue.use(self.bucket_order.first(cut))
-        self.hooks, self.handles = [self._gradient_hook(i) for i in range(n)], []
+        self.hooks = [self._gradient_hook(i) for i in range(n)]
+        self.handles: list[RemovableHandle] = []
         self.put_hooks_last()
 
     def put_hooks_last(self) -> None:
         """Have a hook on every parameter, behind those of the user, which may change gradients."""
         if self.handles and [*map(next, map(reversed, self.registries))] == self.last:
             return
-        for handle in self.handles:
-            handle.remove()
+        remove_all(self.handles)
         pairs = zip(self.params, self.hooks, strict=True)
-        self.handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
+        self.handles += [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
         self.registries = [handle.hooks_dict_ref() for handle in self.handles]
         self.last = [handle.id for handle in self.handles]  # each registry is in order
-
-    def remove_hooks(self) -> None:
-        """Take the hooks off the parameters; the reducer does nothing any more."""
-        for handle in self.handles:
-            handle.remove()
-        self.complaint.close()
 
     # A synchronising backward pass, from the first gradient to the last.
 
     def expect(self) -> None:
         """A synchronising backward pass begins: every gradient is still to come."""
         self.put_hooks_last()  # the user may have added some
+        memory = [(p._cdata, p.data_ptr()) for p in self.params]
+        if memory != self.memory or None in self.nodes:
+            self.memory = memory
+            self._renew()
         self.remaining = self.fires.copy()  # hook calls still to come, per parameter
         self.skipped: set[int] = set()  # parameters that this backward pass will not reach
         self.late: list[int] = []  # parameters whose gradient came after their bucket was sent
-        if self.queue.expect() and self.detect_unused:
-            self.nodes = unused.accumulation_nodes(self.params)  # autograd has made new ones
+        self.queue.expect()
+
+    def _renew(self) -> None:
+        """Parameters may have been moved, converted, unfrozen or swapped for others in place."""
+        for p in self.params:  # autograd forgets the hooks of what torch.utils.swap_tensors swaps
+            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+        if any(bucket.is_outdated() for bucket in self.queue.buckets):
+            self.queue.use(self.bucket_order.again(self.queue.buckets))
+        if self.detect_unused:
+            self.nodes = unused.accumulation_nodes(self.params)
 
     def begin(self) -> None:
         """The first gradient is there, or backward has ended without any: parameters that it will
@@ -196,3 +204,10 @@ class Reducer(BackwardPasses):
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.counts  # torch's name; after backward, on how many ranks each was used
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Take hooks off parameters. Knows nothing else, so that it may wait for the wrapper's end
+    without keeping the wrapper."""
+    while handles:
+        handles.pop().remove()

@@ -5,11 +5,13 @@ tells what its parameters look like before the first value is sent.
 """
 
 import hashlib
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module as any_module
 
 from ddp_teach.buckets import assign_buckets, copy_all
 
@@ -29,12 +31,12 @@ def check_same_model(
     named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raise the same ``RuntimeError`` on every rank if the ranks' tensors differ in number, name,
-    shape, dtype, strides or whether they are trained, or come in another order. ``device`` suits
-    the group's backend.
+    shape, dtype, strides or whether they are trained, or come in another order; or if one can't be
+    copied from rank to rank. ``device`` suits the group's backend.
     """
     mine = [
         f"{name}: shape {list(t.shape)}, {t.dtype}, "
-        + (f"strides {t.stride()}" if t.requires_grad else "not trained")
+        + (f"strides {t.stride()}" if t.requires_grad else f"not trained {why_not_copied(t)}")
         for name, t in named
     ]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
@@ -46,6 +48,20 @@ def check_same_model(
         dist.all_gather_object(models, mine, group=group)
         cure = "Build the same model on every rank, in the same order."
         raise RuntimeError(f"The ranks hold different models: {first_difference(models)}. {cure}")
+    for name, tensor in named:
+        if reason := why_not_copied(tensor):
+            raise RuntimeError(
+                f"{name} can't be copied from rank to rank: it is {reason}. Put a dense clone of "
+                "it in its place, or name it in the module's _ddp_params_and_buffers_to_ignore."
+            )
+
+
+def why_not_copied(tensor: Tensor) -> str:
+    """What keeps one rank's values from being written into the ``tensor`` of another; or ""."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return "quantized" if tensor.is_quantized else "sparse"
+    # 1 for sure; 2, "too hard to say", may have been written to without an error
+    return "expanded" if torch._debug_has_internal_overlap(tensor) == 1 else ""
 
 
 def first_difference(models: Sequence[Sequence[str]]) -> str:
@@ -115,14 +131,26 @@ class BufferSync:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, ignored: Collection[str]):
-        self.group, self.layout, self.rooms = group, None, []
+        self.module, self.group, self.ignored = module, group, ignored
+        self.layout, self.rooms = None, []
+        self._look()
+        in_use.add(self)
+
+    def _look(self) -> None:
         # named_buffers() would say the same, but walks the whole model before every forward pass
+        self.outdated = False
         self.places = [
             (owner._buffers, name)
-            for prefix, owner in module.named_modules()
+            for prefix, owner in self.module.named_modules()
             for name, _ in owner._buffers.items()
-            if f"{prefix}.{name}".lstrip(".") not in ignored
+            if f"{prefix}.{name}".lstrip(".") not in self.ignored
         ]
+
+    def finds_any(self) -> bool:
+        """Whether there are buffers to synchronise; sees those that were registered only now."""
+        if self.outdated:
+            self._look()
+        return bool(self.places)
 
     def __call__(self, src: int = 0) -> None:
         found = (registry[name] for registry, name in self.places if name in registry)
@@ -135,3 +163,16 @@ class BufferSync:
         with torch.no_grad():
             for room, some in zip(self.rooms, per_device, strict=True):
                 room.broadcast(some, self.group, src)
+
+
+in_use: weakref.WeakSet[BufferSync] = weakref.WeakSet()
+
+
+def note_registration(_module: nn.Module, _name: str, _new: object) -> None:
+    """Have all look afresh: some module, be it one of theirs or not, got a buffer or a child."""
+    for sync in in_use:
+        sync.outdated = True
+
+
+any_module.register_module_buffer_registration_hook(note_registration)
+any_module.register_module_module_registration_hook(note_registration)

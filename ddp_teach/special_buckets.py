@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from ddp_teach.buckets import Bucket, divide_parts
+from ddp_teach.buckets import Bucket, copy_divided, divide_parts
 
 
 class GradientBucket(Bucket):
@@ -18,14 +18,13 @@ class GradientBucket(Bucket):
                 view.copy_(p.grad.detach())
                 p.grad = view
 
-    def expect(self) -> bool:
-        changed = super().expect()
+    def expect(self) -> None:
+        super().expect()
         self.gives_views = False
         start, size = self.flat.data_ptr(), self.flat.element_size()
         places = zip(self.views, self.offsets, strict=True)
         if any(v.numel() and v.data_ptr() != start + o * size for v, o in places):
             self._allocate()  # module.to(memory_format=...) has put the views' contents elsewhere
-        return changed
 
     def pack(self, divisor: float = 1, reciprocal: bool = True) -> None:
         self.has_gaps = any(p.grad is None for p in self.params)
@@ -38,12 +37,18 @@ class GradientBucket(Bucket):
             elif p.grad is view:
                 view.div_(divisor)
             else:
-                torch.mul(p.grad, 1.0 / divisor, out=view)
+                copy_divided(view, p.grad, divisor)
             p.grad = None if p.grad is None else view
 
     def unpack(self, leave: Collection[int] = ()) -> None:
-        for i, p, view in zip(self.indices, self.params, self.views, strict=True):
+        members = zip(self.indices, self.params, self.views, self.names, strict=True)
+        for i, p, view, name in members:
             if p.grad is not view and not (p.grad is None and i in leave):
+                if p.grad is not None:
+                    raise RuntimeError(
+                        f"The gradient of {name} was replaced while it was being averaged. With "
+                        "gradient_as_bucket_view=True a module can't be in two wrappers."
+                    )
                 p.grad = view
 
     def holds_gradients(self) -> bool:

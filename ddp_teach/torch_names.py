@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_teach.arguments import find_process_group
+from ddp_teach.reducer import remove_all
 from ddp_teach.replicas import CHUNK_BYTES
 
 
@@ -33,7 +34,7 @@ class TorchNames:
             if self.reducer.iterations > 0:
                 late = "_set_static_graph() should be called before training loop starts."
                 self.reducer.complaint.raise_now(late)
-            self.reducer.remove_hooks()
+            remove_all(self.reducer.handles)
         self.static_graph = True
         self._attach()
 
@@ -49,7 +50,7 @@ class TorchNames:
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group. Copy `.module` instead, and wrap the copy."
             )
-        ours = ("process_group", "device_mesh", "reducer", "buffer_sync", "outputs")
+        ours = ("process_group", "device_mesh", "reducer", "buffer_sync", "_outputs", "_watch")
         return {k: v for k, v in self.__dict__.items() if k not in ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

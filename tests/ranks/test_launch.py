@@ -539,3 +539,25 @@ def test_torchrun_decides(tmp_path):
     assert ended.returncode == 0, ended.stderr
     says = "launch: torchrun started 2 ranks, so nprocs=3 has no effect"
     assert ended.stdout.splitlines() == [says, "[1, 2] True", says, "[2, 3] True"]
+
+
+CACHED = """\
+import functools
+from ddp_teach import launch
+
+@functools.lru_cache(maxsize=7)
+def doubled(n):
+    return 2 * n
+
+def work(fn):
+    return doubled(fn), doubled.cache_info()[:3]
+
+print(launch(work, fn=3))
+"""
+
+
+def test_a_cached_function_of_the_script_and_an_argument_called_fn(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CACHED)
+    ended = run(str(script))
+    assert ended.stdout == "[(6, (0, 1, 7)), (6, (0, 1, 7))]\n", ended.stderr

@@ -2,11 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from models import line
+from models import Boom, line
 
 from cases import (
     EVERY,
     Two,
+    Wrapped,
     attempt,
     backward,
     by_rank,
@@ -313,3 +314,20 @@ def the_mean_of_three_ranks(wrap, rank):
     model = wrap(line())
     backward(model, rank)
     return grad(model.module.weight)
+
+
+@case(1.5, variants=NOT_STATIC)
+def after_an_exception_in_the_backward_of_no_sync(wrap, rank):
+    def kept(layer, x):
+        features.append(layer(x))  # where no wrapper looks
+        later = torch.clone if model.require_backward_grad_sync else Boom.apply
+        return later(features[-1])
+
+    model, features = wrap(Wrapped(kept)), []
+    with model.no_sync():
+        broken = model(x(rank))
+    model(x(rank))
+    attempt(broken.sum().backward)
+    model.zero_grad()
+    features[-1].sum().backward()
+    return grad(model.module.layer.weight)

@@ -4,7 +4,7 @@ import torch
 from models import line
 from torch import nn
 
-from cases import EVERY, backward, by_rank, case, grad, x
+from cases import EVERY, Wrapped, backward, by_rank, case, error, grad, x
 
 
 class Scaled(nn.Module):
@@ -133,3 +133,61 @@ def a_validation_under_inference_mode_before_training(wrap, rank):
         backward(model, rank)
         seen.append([grad(model.module.w), model.module.buf.item()])
     return seen
+
+
+@case([1.0, 1.0, 1.0], torch=[by_rank(1.0, 2.0)] * 3)
+def registered_after_wrapping(wrap, rank):
+    model, seen = wrap(Wrapped(lambda layer, x: layer(x) * layer.scale)), []
+    model.module.layer.register_buffer("scale", torch.tensor(rank + 1.0))
+    backward(model, rank)
+    seen.append(model.module.layer.scale.item())
+    model.module.layer.register_buffer("later", torch.tensor(rank + 1.0))
+    backward(model, rank)
+    return [*seen, model.module.layer.later.item(), model.module.layer.scale.item()]
+
+
+@case([1.0, 1.0])
+def of_a_submodule_put_in_after_wrapping(wrap, rank):
+    model = wrap(nn.Sequential(line(), nn.BatchNorm1d(1, affine=False)))
+    seen = []
+    for _ in range(2):
+        model.module[1] = nn.BatchNorm1d(1, affine=False)
+        model.module[1].running_mean.fill_(rank + 1.0)
+        model.eval()
+        backward(model, rank)
+        seen.append(model.module[1].running_mean.item())
+    return seen
+
+
+def cant_be_copied(wrap, rank, buffer):
+    module = line()
+    module.register_buffer("table", buffer)
+    wrap(module)
+
+
+@case(error(RuntimeError, "table can't be copied", "expanded"), torch=error(RuntimeError, "clone"))
+def an_expanded_buffer(wrap, rank):
+    cant_be_copied(wrap, rank, torch.zeros(1).expand(3))
+
+
+@case(error(RuntimeError, "table can't be copied", "sparse"), torch=error(RuntimeError, "sparse"))
+def a_sparse_buffer(wrap, rank):
+    cant_be_copied(wrap, rank, torch.eye(3).to_sparse())
+
+
+@case(
+    error(RuntimeError, "table can't be copied", "quantized"),
+    torch=error(NotImplementedError, "Quantized"),
+)
+def a_quantized_buffer(wrap, rank):
+    cant_be_copied(wrap, rank, torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8))
+
+
+@case(1.5)
+def a_buffer_that_cannot_be_copied_but_is_ignored(wrap, rank):
+    module = line()
+    module.register_buffer("table", torch.zeros(1).expand(3))
+    module._ddp_params_and_buffers_to_ignore = ["table"]
+    model = wrap(module)
+    backward(model, rank)
+    return grad(module.weight)

@@ -2,6 +2,7 @@
 
 import torch
 from models import line
+from pytest import approx
 from torch import nn
 
 from cases import EVERY, Two, attempt, backward, by_rank, case, chained, error, grad, grads, sgd, x
@@ -10,6 +11,7 @@ LOCAL = by_rank(1.0, 2.0)
 WRAP_AGAIN = "Wrap the model again"
 UNFINISHED = error(RuntimeError, "Expected to have finished reduction")
 WEIGHT = error(RuntimeError, "weight", WRAP_AGAIN)
+WEIGHT_DOES_NOT_FIT = error(RuntimeError, "The gradient of weight can't be sent")
 
 
 @case(
@@ -176,3 +178,106 @@ def trained_without_the_wrapper(wrap, rank):
     model.zero_grad()
     backward(model.module, rank)
     return [first, grad(model.module.weight)]
+
+
+@case(
+    WEIGHT_DOES_NOT_FIT,
+    torch=error(RuntimeError, "invalid gradient"),
+    variants=("plain", "view", "small"),
+)
+def a_parameter_made_larger(wrap, rank):
+    table = nn.Embedding(1000, 64)
+    model = wrap(table)
+    table.weight.data = torch.ones(1200, 64)
+    ((rank + 1) * model(torch.arange(1200))).sum().backward()
+    return sorted(set(table.weight.grad.flatten().tolist()))
+
+
+def one_layer_of_another_dtype(wrap, rank, convert):
+    """The gradient of a layer that keeps float32, 1.5e-9: too small for half a float's bits."""
+    two = Two(lambda two, x: two.b(x) + two.a(x.half()).float())
+    model, seen = wrap(two), []
+    convert(two)
+    for _ in range(2):
+        model.zero_grad()
+        (1e-9 * model(x(rank))).sum().backward()
+        seen.append(grad(two.b.weight))
+    return seen
+
+
+@case(
+    [approx(1.5e-9)] * 2,
+    torch=[by_rank(approx(1e-9), approx(2e-9))] * 2,
+    variants=("plain", "view", "unused"),
+)
+def one_layer_kept_in_float32(wrap, rank):
+    def convert(two):
+        two.half()
+        two.b.float()
+
+    return one_layer_of_another_dtype(wrap, rank, convert)
+
+
+@case([approx(1.5e-9)] * 2, torch=UNFINISHED)
+def one_layer_made_half(wrap, rank):
+    return one_layer_of_another_dtype(wrap, rank, lambda two: two.a.half())
+
+
+CANT_SWAP = "wap"  # "Couldn't swap Linear.weight", "While swapping the parameter ..."
+
+
+def after_a_swap(wrap, rank, change):
+    """The gradient before and after ``change``, which gives parameters new tensors in place."""
+    model, before = wrap(line()), torch.__future__.get_swap_module_params_on_conversion()
+    backward(model, rank)
+    seen = [grad(model.module.weight)]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        outcome = attempt(change, model)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    if outcome is not None:
+        return outcome
+    for _ in range(2):
+        model.zero_grad()
+        model(x(rank).to(model.module.weight.dtype)).sum().backward()
+        seen.append(grad(model.module.weight))
+    return seen
+
+
+@case([1.5] * 3, torch=error(RuntimeError, CANT_SWAP), variants=EVERY)
+def converted_by_swapping(wrap, rank):
+    return after_a_swap(wrap, rank, lambda model: model.double() and None)
+
+
+@case([1.5] * 3, torch=error(RuntimeError, CANT_SWAP), variants=EVERY)
+def loaded_by_swapping(wrap, rank):
+    state = {"module.weight": torch.full((1, 1), 5.0)}
+    return after_a_swap(wrap, rank, lambda model: model.load_state_dict(state) and None)
+
+
+@case([[None, 1.5], [1.5, 1.5]], torch=[[None, LOCAL], [LOCAL, LOCAL]], variants=("unused",))
+def frozen_while_converted_and_unfrozen(wrap, rank):
+    model, seen = wrap(Two(chained)), []
+    backward(model, rank)
+    model.module.a.weight.requires_grad_(False)
+    model.double()
+    for trained in (False, True):
+        model.module.a.weight.requires_grad_(trained)
+        model.zero_grad()
+        model(x(rank).double()).sum().backward()
+        seen.append(grads(model))
+    return seen
+
+
+@case([WEIGHT, 1.0], torch=[None, by_rank(0.0, -1.0)])
+def the_wrapped_module_replaced(wrap, rank):
+    model = wrap(line())
+    model.module = line()
+    optimizer = sgd(model)
+
+    def step():
+        backward(model, rank)
+        optimizer.step()
+
+    return [attempt(step), model.module.weight.item()]

@@ -288,3 +288,16 @@ def a_scripted_module(wrap, rank):
         loss.backward()
         seen.append(grad(model.module[0].weight))
     return [seen, module[1].num_batches_tracked.item()]
+
+
+@case(
+    [error(RuntimeError, "weight was replaced")] * 2,
+    torch=[error(RuntimeError, "not the expected DDP bucket view")] * 2,
+)
+def one_module_in_two_wrappers_with_views(wrap, rank):
+    layer = line()
+    first, second = (wrap(layer, gradient_as_bucket_view=True) for _ in range(2))
+    inner = wrap(line(), gradient_as_bucket_view=True)
+    both = attempt(lambda: (first(x(rank)) + second(10 * x(rank))).sum().backward())
+    nested = wrap(nn.Sequential(inner), gradient_as_bucket_view=True)
+    return [both, attempt(lambda: nested(x(rank)).sum().backward())]

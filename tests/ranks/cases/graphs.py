@@ -2,6 +2,8 @@
 
 import gc
 import math
+import threading
+import weakref
 
 import torch
 from models import Boom, Fragile, line
@@ -502,11 +504,83 @@ def one_network_against_another(wrap, rank):
     return seen
 
 
-@case([0, 0])
+@case(0)
 def nothing_is_left_in_torchs_optimizers(wrap, rank):
+    gc.collect()  # what other programs left
     before = len(optimizer_hooks)
     model = wrap(Two(chained))
     backward(model, rank)
     del model
     gc.collect()
-    return [len(optimizer_hooks) - before, 0]
+    return len(optimizer_hooks) - before
+
+
+@case([[1.5, 1.5]] * 2, variants=NOT_STATIC)
+def a_validation_in_another_thread_during_backward(wrap, rank):
+    def validate():
+        with torch.no_grad():
+            model(x(rank))
+
+    def in_a_thread(_grad):
+        thread = threading.Thread(target=validate)
+        thread.start()
+        thread.join()
+
+    def validated(two, x):
+        between = two.a(x)
+        if between.requires_grad:
+            between.register_hook(in_a_thread)
+        return two.b(between)
+
+    model, seen = wrap(Two(validated)), []
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, rank)
+        seen.append(grads(model))
+    return seen
+
+
+def two_losses(wrap, rank, keep):
+    """The gradient of a step with two backwards; ``keep(layer, loss)`` keeps the second loss."""
+
+    def both(layer, x):
+        layer.steps = getattr(layer, "steps", 0) + 1
+        keep(layer, layer(10 * x).sum())
+        return layer(x)
+
+    wrapped = Wrapped(both)
+    wrapped.layer.extra = None
+    model, seen = wrap(wrapped), []
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, rank)
+        if wrapped.layer.extra is not None:
+            sum(wrapped.layer.extra).backward()
+        seen.append(grad(wrapped.layer.weight))
+    return seen
+
+
+@case([16.5] * 3, torch=[by_rank(11.5, 21.5)] * 3, variants=("plain", "small", "unused"))
+def an_auxiliary_loss_in_a_list(wrap, rank):
+    return two_losses(wrap, rank, lambda layer, loss: setattr(layer, "extra", [loss]))
+
+
+@case([1.5, 16.5, 16.5], torch=[1.5, *[by_rank(11.5, 21.5)] * 2], variants=("plain", "small"))
+def an_auxiliary_loss_from_the_second_step_on(wrap, rank):
+    def keep(layer, loss):
+        if layer.steps > 1:
+            layer.extra = loss[None]
+
+    return two_losses(wrap, rank, keep)
+
+
+@case([True, 0])
+def a_module_that_refers_to_its_wrapper_can_go(wrap, rank):
+    gc.collect()
+    before, layer = len(optimizer_hooks), line()
+    layer.trainer = [wrap(layer)]
+    backward(layer.trainer[0], rank)
+    gone = weakref.ref(layer)
+    del layer
+    gc.collect()
+    return [gone() is None, len(optimizer_hooks) - before]

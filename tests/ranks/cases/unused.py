@@ -1,7 +1,7 @@
 """Unused parameters and control flow that differs between ranks."""
 
 import torch
-from models import chain
+from models import chain, line
 from torch import nn
 
 from cases import (
@@ -217,3 +217,34 @@ def used_at_last_in_a_static_graph(wrap, rank):
     backward(model, rank)
     model.module.way = only_b
     return [attempt(step, model, rank, sgd(model)), model.module.b.weight.item()]
+
+
+@case([NAMES_B, [1.5, None], 1.0], torch=["stepped", LOCAL_A, by_rank(0.0, -1.0)])
+def undetected_in_the_closure_of_an_optimizer(wrap, rank):
+    model = wrap(Two(only_a))
+
+    def closure():
+        backward(model, rank)
+        return 0.0
+
+    def step():
+        sgd(model).step(closure)
+        return "stepped"
+
+    return [attempt(step), grads(model), model.module.a.weight.item()]
+
+
+@case([3, 0.25])  # the mean of the losses is 2.5 w^2
+def an_optimizer_with_a_closure(wrap, rank):
+    model, losses = wrap(line()), []
+
+    def closure():
+        model.zero_grad()
+        loss = model(x(rank)).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    optimizer.step(closure=closure)
+    return [len(losses), model.module.weight.item()]
