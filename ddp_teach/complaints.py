@@ -65,8 +65,7 @@ class Complaint:
         self.rank, self.names, self.params, self.busy = rank, names, params, busy
         self.message = self.last_message = None
         self.silent: set[int] | None = None  # without a gradient in every pass since last asked
-        handle = register_optimizer_step_pre_hook(weakly(self._before_step))
-        weakref.finalize(self, handle.remove).atexit = False
+        living.add(self)
 
     def speak(
         self, problem: str | None, late: Sequence[int], missing: Sequence[int], static: bool
@@ -105,22 +104,8 @@ class Complaint:
             f"{what}\nParameter indices which {who} {places}\nParameters which {who} {names}"
         )
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
-        self._refuse(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            return None
-
-        def checked() -> Any:
-            loss = closure()  # runs backward: what went wrong there is told before the step is made
-            self._refuse(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (optimizer, checked, *args[2:]), kwargs
-        return args, {**kwargs, "closure": checked}
-
-    def _refuse(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise the waiting complaint, or one about a step that comes too early."""
         if self.message is None and not self.busy():
             return
         ours = set(self.params)
@@ -129,12 +114,31 @@ class Complaint:
             self.raise_now(f"On rank {self.rank} {TOO_EARLY}")
 
 
-def weakly(method: Callable) -> Callable:
-    """What calls ``method`` as long as its object lives, and does not make it live longer."""
-    alive = weakref.WeakMethod(method)
+living: weakref.WeakSet[Complaint] = weakref.WeakSet()
 
-    def call(*args: Any) -> Any:
-        bound = alive()
-        return None if bound is None else bound(*args)
 
-    return call
+def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+    """Called by torch before the step of any optimizer. A closure runs forward and backward: what
+    goes wrong there is told before the step is made."""
+    refuse(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        refuse(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (optimizer, checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def refuse(optimizer: Optimizer) -> None:
+    """Raise ``RuntimeError`` if there is a complaint about one of its parameters."""
+    for complaint in [*living]:
+        complaint.before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(before_step)

@@ -22,7 +22,6 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from ddp_teach import arguments, uneven
 from ddp_teach.buckets import Bucket, bucket_caps
 from ddp_teach.comm_hook import check_hook, run_hook
-from ddp_teach.complaints import weakly
 from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
 from ddp_teach.reducer import Reducer, remove_all
 from ddp_teach.replicas import BufferSync, broadcast_states, check_same_model, named_states
@@ -95,7 +94,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._watch = ModelWatch(self._modules, ignored)
             self.buffer_sync = BufferSync(self.module, group, ignored)
             self._outputs = Outputs(self.module)
-            watch = weakly(self._watch.__call__)  # the hooks on parameters hold the reducer
+            watch = weakref.ref(self._watch)  # hooks on parameters hold the reducer, not the model
             self.reducer = Reducer(managed, group, self.bucket_caps, self, watch)
             weakref.finalize(self, remove_all, self.reducer.handles).atexit = False
 

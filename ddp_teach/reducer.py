@@ -13,6 +13,7 @@ After torch's ``csrc/distributed/c10d/reducer.cpp`` and "PyTorch Distributed", L
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,15 +34,16 @@ class Reducer(BackwardPasses):
 
     ``managed`` holds name, parameter, and whether its gradient is sparse; ``caps`` are bucket sizes
     in bytes; ``options`` is the wrapper, whose arguments of torch's names are read here.
-    ``watch`` is called while the network works, and may return an error message.
+    ``watch``, a weak reference, leads to what is called while the network works, and may return an
+    error message.
     """
 
     def __init__(
-        self, managed: Sequence, group: ProcessGroup, caps: list[int], options: Any, watch: Callable
+        self, managed: Sequence, group: ProcessGroup, caps: list[int], options: Any, watch: ref
     ):
         super().__init__()
         names, self.params, _ = zip(*managed, strict=True)
-        self.static, self.check_model = options.static_graph, watch
+        self.static, self.watch = options.static_graph, watch
         self.detect_unused = options.find_unused_parameters and not self.static
         self.skip_unused = options.skip_all_reduce_unused_params
         self.complaint = Complaint(get_rank(group), names, self.params, self.is_running)
@@ -150,7 +152,8 @@ class Reducer(BackwardPasses):
             idle = self._find_idle() if taking_part else range(len(self.params))
             if self.detect_unused or self.lessons[:1] == ["fires"]:
                 self.usage.share(idle)
-            problem = self.check_model() if taking_part else None
+            watch = self.watch()
+            problem = watch() if taking_part and watch is not None else None
             with torch.no_grad():
                 self._write_back(idle, taking_part)
             incomplete = self.queue.who_broke_off(broken_off)
