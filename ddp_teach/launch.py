@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401, later it would hold on to the default group
 
-from ddp_teach.call import check_arguments, loads, pack, pack_result
+from ddp_teach.call import check_arguments, loads, one_line, pack, pack_result
 from ddp_teach.failures import LaunchError, LaunchTimeout, first_cause, out_of_time
 from ddp_teach.rank import DONE, init_process_group
 from ddp_teach.rank_process import RankProcess
@@ -93,9 +93,22 @@ def launch(
             end(ranks)
             for rank in ranks:
                 rank.print_output()
-        return [loads(rank.file("result").read_bytes()) for rank in ranks]
+        return unpack([rank.file("result").read_bytes() for rank in ranks])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def unpack(results: list[bytes]) -> list:
+    """What the ranks returned; raise LaunchError naming one whose result can't be unpickled."""
+    values = []
+    for rank, result in enumerate(results):
+        try:
+            values.append(loads(result))
+        except Exception as error:
+            what = f"{type(error).__name__}: {one_line(error)}"
+            message = f"what rank {rank} returned can't be unpickled here: {what}"
+            raise LaunchError(message, rank) from error
+    return values
 
 
 def watch(ranks: list[RankProcess], timeout: float, live: bool) -> None:
@@ -159,7 +172,7 @@ def run_under_torchrun(call: Callable[[], Any], nprocs: int) -> list:
         print(f"launch: torchrun started {world_size} ranks, so nprocs={nprocs} has no effect")
     results = [b""] * world_size
     dist.all_gather_object(results, pack_result(call(), pickle.Pickler))
-    return [loads(result) for result in results]
+    return unpack(results)
 
 
 def leave() -> None:

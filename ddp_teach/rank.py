@@ -176,7 +176,8 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def lost_connection(error: BaseException) -> bool:
     """Whether the error says that another rank is gone: then that rank has more to tell."""
     kinds = (ConnectionError, dist.DistNetworkError, dist.DistBackendError)
-    return isinstance(error, kinds) or tells_of_lost_connection(str(error))
+    text = "".join(traceback.format_exception_only(error))  # str() may raise
+    return isinstance(error, kinds) or tells_of_lost_connection(text)
 
 
 def tells_of_lost_connection(text: str) -> bool:

@@ -59,6 +59,18 @@ def test_the_cause_is_told(how, place):
         assert "in end_by" in error.traceback
 
 
+def test_an_exception_that_cannot_be_printed():
+    error = failure_of(failing.raises_mute)
+    assert str(error).splitlines()[0] == "rank 0 raised failing.Mute: <exception str() failed>"
+
+
+def test_a_result_that_cannot_be_unpickled():
+    error = failure_of(failing.returns_one_way)
+    reason = "ValueError: on purpose"
+    assert str(error) == f"what rank 1 returned can't be unpickled here: {reason}"
+    assert error.rank == 1
+
+
 def test_a_traceback_is_short_and_has_no_path():
     error = failure_of(failing.before_the_first_collective, "raise", nprocs=3)
     assert str(error) == (
