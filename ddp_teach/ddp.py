@@ -23,7 +23,7 @@ from ddp_teach import arguments, uneven
 from ddp_teach.buckets import Bucket, bucket_caps
 from ddp_teach.comm_hook import check_hook, run_hook
 from ddp_teach.parameters import ModelWatch, Outputs, managed_parameters
-from ddp_teach.reducer import Reducer, remove_all
+from ddp_teach.reducer import Reducer
 from ddp_teach.replicas import BufferSync, broadcast_states, check_same_model, named_states
 from ddp_teach.torch_names import TorchNames
 
@@ -94,9 +94,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._watch = ModelWatch(self._modules, ignored)
             self.buffer_sync = BufferSync(self.module, group, ignored)
             self._outputs = Outputs(self.module)
-            watch = weakref.ref(self._watch)  # hooks on parameters hold the reducer, not the model
+            watch = weakref.ref(self._watch)  # the reducer, held by hooks, must not hold the model
             self.reducer = Reducer(managed, group, self.bucket_caps, self, watch)
-            weakref.finalize(self, remove_all, self.reducer.handles).atexit = False
+            weakref.finalize(self, self.reducer.remove_hooks).atexit = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on ``inputs`` and ``kwargs`` and return exactly what it returns.

@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank
-from torch.utils.hooks import RemovableHandle
 
 from ddp_teach import unused
 from ddp_teach.bucket_order import BucketOrder
@@ -64,19 +63,25 @@ class Reducer(BackwardPasses):
         self.queue = BucketQueue(group, reciprocal=not options.batched_grad_copy)
         cut = self.detect_unused or bool(options.bucket_bytes_cap_list)
         self.queue.use(self.bucket_order.first(cut))
-        self.hooks = [self._gradient_hook(i) for i in range(n)]
-        self.handles: list[RemovableHandle] = []
+        self.hooks, self.handles = [self._gradient_hook(i) for i in range(n)], []
         self.put_hooks_last()
 
     def put_hooks_last(self) -> None:
         """Have a hook on every parameter, behind those of the user, which may change gradients."""
         if self.handles and [*map(next, map(reversed, self.registries))] == self.last:
             return
-        remove_all(self.handles)
+        for handle in self.handles:
+            handle.remove()
         pairs = zip(self.params, self.hooks, strict=True)
-        self.handles += [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
+        self.handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in pairs]
         self.registries = [handle.hooks_dict_ref() for handle in self.handles]
         self.last = [handle.id for handle in self.handles]  # each registry is in order
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the parameters; the reducer does nothing any more."""
+        for handle in self.handles:
+            handle.remove()
+        self.complaint.close()
 
     # A synchronising backward pass, from the first gradient to the last.
 
@@ -207,10 +212,3 @@ class Reducer(BackwardPasses):
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.counts  # torch's name; after backward, on how many ranks each was used
-
-
-def remove_all(handles: list[RemovableHandle]) -> None:
-    """Take hooks off parameters. Knows nothing else, so that it may wait for the wrapper's end
-    without keeping the wrapper."""
-    while handles:
-        handles.pop().remove()

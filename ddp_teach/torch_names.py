@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_teach.arguments import find_process_group
-from ddp_teach.reducer import remove_all
 from ddp_teach.replicas import CHUNK_BYTES
 
 
@@ -34,7 +33,7 @@ class TorchNames:
             if self.reducer.iterations > 0:
                 late = "_set_static_graph() should be called before training loop starts."
                 self.reducer.complaint.raise_now(late)
-            remove_all(self.reducer.handles)
+            self.reducer.remove_hooks()
         self.static_graph = True
         self._attach()
 

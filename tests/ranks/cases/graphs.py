@@ -584,3 +584,14 @@ def a_module_that_refers_to_its_wrapper_can_go(wrap, rank):
     del layer
     gc.collect()
     return [gone() is None, len(optimizer_hooks) - before]
+
+
+@case(1.5, variants=("plain", "view"))
+def wrapped_anew_after_a_backward_that_was_broken_off(wrap, rank):
+    fragile = Fragile()
+    attempt(lambda model: model(x(rank), breaks=True).sum().backward(), wrap(fragile))
+    fragile.zero_grad()
+    model = wrap(fragile)
+    backward(model, rank)
+    sgd(model).step()
+    return grad(fragile.a.weight)
