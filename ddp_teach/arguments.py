@@ -90,8 +90,8 @@ def find_process_group(
 
 
 def check_parameters(module: nn.Module, params: Sequence[nn.Parameter]) -> torch.device:
-    """The device of ``params`` (the CPU if there are none); raises ``RuntimeError`` or
-    ``ValueError`` for a module that can't be wrapped as it is."""
+    """The device of ``params`` (the CPU if there are none); raises ``RuntimeError``,
+    ``ValueError`` or ``NotImplementedError`` for a module that can't be wrapped as it is."""
     if not params and type(module).forward is nn.Module.forward:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module has neither a parameter that "
@@ -101,6 +101,11 @@ def check_parameters(module: nn.Module, params: Sequence[nn.Parameter]) -> torch
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
             "Run a dummy forward pass to correctly initialize the modules."
+        )
+    if any(hasattr(p, "placements") for p in params):  # of a DTensor; importing that class is slow
+        raise NotImplementedError(
+            "Parameters that are spread over several ranks (DTensor, from parallelize_module) are "
+            "not supported; use torch.distributed.fsdp.fully_shard, with a mesh of two dimensions."
         )
     kinds = {p.device.type for p in params} or {"cpu"}
     if len(kinds) > 1:

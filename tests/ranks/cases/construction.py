@@ -165,6 +165,18 @@ def a_device_mesh(wrap, rank):
     return grads(model)
 
 
+@case(error(NotImplementedError, "fully_shard"), torch=[])
+def tensor_parallel_layers(wrap, rank):
+    # here, because it takes seconds, and every rank of every test imports this file
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    layer = parallelize_module(line(), mesh["tensor"], ColwiseParallel())
+    model = wrap(layer, device_mesh=mesh["data"])
+    backward(model, rank)
+    return grads(model)  # torch's class leaves the module without its parameters
+
+
 @case([1.5, None, 1.5], variants=("plain", "view", "unused", "static"))
 def a_deep_copy(wrap, rank):
     model = wrap(line())
