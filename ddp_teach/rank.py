@@ -129,6 +129,10 @@ def redirect_output(path: Path) -> None:
 def watch_for_death(rank: int, folder: Path) -> None:
     """Note the process id; should the process crash, note its stack; let an interrupt end it."""
     write(folder / f"{rank}.pid", str(os.getpid()).encode())  # another rank may read it right now
+    if (folder / "ending").exists() or not folder.exists():
+        # Who ends all ranks may have looked for process ids before. To go on without the folder
+        # would be worse than an error: torch waits minutes for it, and no other thread runs.
+        os._exit(1)
     crash = os.open(folder / f"{rank}.crash", os.O_WRONLY | os.O_CREAT, 0o600)
     faulthandler.enable(crash)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a collective's end
@@ -211,7 +215,8 @@ def end_all_ranks(folder: Path) -> None:
                 if pid != os.getpid():
                     with contextlib.suppress(OSError):  # it has ended by itself
                         os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-            for left in folder, util.get_temp_dir():  # where the server has its socket
+            # In one step: a rank that has just begun finds either "ending" there, or no folder.
+            for left in folder.rename(f"{folder}-ended"), util.get_temp_dir():  # the server's
                 remove(left)
         finally:
             os._exit(1)

@@ -31,6 +31,13 @@ there.close()
 tell(here, RUNNING, folder)
 """
 )
+BEGIN_LATE = (
+    RANK
+    + """
+watch_for_death(1, folder)
+print("not reached", flush=True)
+"""
+)
 BEGIN_OFTEN = (
     RANK
     + """
@@ -69,6 +76,13 @@ def folder(tmp_path):
     folder = tmp_path / "ddp_teach-of-a-launch"
     folder.mkdir()
     return folder
+
+
+def test_a_rank_that_begins_while_others_are_being_ended(begin, folder):
+    rank = begin(BEGIN_LATE, folder)
+    (folder / "ending").touch()
+    assert rank.communicate("\n", timeout=10) == ("", "")
+    assert rank.returncode == 1
 
 
 def left_in(temporary):
