@@ -81,7 +81,8 @@ def run_call(
     multiprocessing.set_start_method(None, force=True)  # the usual one for a DataLoader's workers
     for seed in torch.manual_seed, numpy.random.seed, random.seed:  # forked, all would be equal
         seed(rank)
-    store = dist.FileStore(str(folder / "store"), world_size)
+    with ending:  # torch would wait minutes for a folder that is gone, and let no other thread run
+        store = dist.FileStore(str(folder / "store"), world_size)
     patience = datetime.timedelta(seconds=min(timeout + 60, 1e8))  # the launcher's comes first
     init_process_group(store=store, rank=rank, world_size=world_size, timeout=patience)
     store.set(f"ready {rank}", "")
@@ -130,9 +131,7 @@ def watch_for_death(rank: int, folder: Path) -> None:
     """Note the process id; should the process crash, note its stack; let an interrupt end it."""
     write(folder / f"{rank}.pid", str(os.getpid()).encode())  # another rank may read it right now
     if (folder / "ending").exists() or not folder.exists():
-        # Who ends all ranks may have looked for process ids before. To go on without the folder
-        # would be worse than an error: torch waits minutes for it, and no other thread runs.
-        os._exit(1)
+        os._exit(1)  # who ends all ranks may have looked for process ids before
     crash = os.open(folder / f"{rank}.crash", os.O_WRONLY | os.O_CREAT, 0o600)
     faulthandler.enable(crash)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a collective's end

@@ -38,6 +38,18 @@ watch_for_death(1, folder)
 print("not reached", flush=True)
 """
 )
+BEGIN_MEANWHILE = (
+    RANK
+    + """
+import threading
+from ddp_teach.rank import run_call
+
+threading.Thread(target=end_all_ranks, args=(folder,)).start()
+while folder.exists():
+    pass
+run_call(0, 2, folder, None, 10)
+"""
+)
 BEGIN_OFTEN = (
     RANK
     + """
@@ -87,6 +99,15 @@ def test_a_rank_that_begins_while_others_are_being_ended(begin, folder):
 
 def left_in(temporary):
     return [path.name for path in temporary.iterdir()]
+
+
+def test_a_rank_begins_while_another_of_its_threads_ends_all(begin, folder, tmp_path):
+    for i in range(2_000):  # to remove these takes a moment
+        (folder / f"{i}.stack").touch()
+    rank = begin(BEGIN_MEANWHILE, folder)
+    assert rank.communicate("\n", timeout=10) == ("", "")
+    assert rank.returncode == 1
+    assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("program", [END_ALL, TELL], ids=["end_all_ranks", "tell"])
