@@ -43,13 +43,13 @@ class GradientBucket(Bucket):
     def unpack(self, leave: Collection[int] = ()) -> None:
         members = zip(self.indices, self.params, self.views, self.names, strict=True)
         for i, p, view, name in members:
-            if p.grad is not view and not (p.grad is None and i in leave):
-                if p.grad is not None:
-                    raise RuntimeError(
-                        f"The gradient of {name} was replaced while it was being averaged. With "
-                        "gradient_as_bucket_view=True a module can't be in two wrappers."
-                    )
+            if p.grad is None and i not in leave:
                 p.grad = view
+            elif p.grad is not None and p.grad is not view:
+                raise RuntimeError(
+                    f"The gradient of {name} was replaced while it was being averaged. With "
+                    "gradient_as_bucket_view=True a module can't be in two wrappers."
+                )
 
     def holds_gradients(self) -> bool:
         return any(p.grad is view for p, view in zip(self.params, self.views, strict=True))
