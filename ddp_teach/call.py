@@ -158,11 +158,17 @@ def check_fits(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def short(value: Any) -> str:
     """The value and its type, in at most one line."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a class of the caller's own may fail at it
+        text = object.__repr__(value)
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if value is None else f"{text} ({type(value).__name__})"
 
 
 def one_line(error: BaseException) -> str:
     """What an exception says, in one line."""
-    return " ".join(str(error).split())
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return "an exception that can't be printed"

@@ -8,21 +8,16 @@ process is gone.
 
 import contextlib
 import datetime
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import random
-import shutil
-import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_teach.call import loads, pack_result
+from ddp_teach.ending import end_all_ranks, ending, tell, watch_for_death
+from ddp_teach.folder import write
 from ddp_teach.hang_report import where
 
 RUNNING, RETURNED, WHERE, DONE = b"running", b"returned", b"where", b"done"  # over the connection
-
-ending = threading.Lock()  # held by the thread that is about to end this process
 
 
 def main(
@@ -94,14 +89,6 @@ def run_call(
     tell(launcher, RETURNED, folder)
 
 
-def tell(launcher: Connection, message: bytes, folder: Path) -> None:
-    """Say how far this rank is; if the launching process is gone, end all."""
-    try:
-        launcher.send_bytes(message)
-    except OSError:
-        end_all_ranks(folder)
-
-
 def set_environment(environ: dict[str, str], rank: int, world_size: int) -> None:
     """The launcher's environment as it is now, what torchrun would add, and loopback only."""
     os.environ.clear()
@@ -127,18 +114,6 @@ def redirect_output(path: Path) -> None:
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
 
 
-def watch_for_death(rank: int, folder: Path) -> None:
-    """Note the process id; should the process crash, note its stack; let an interrupt end it."""
-    write(folder / f"{rank}.pid", str(os.getpid()).encode())  # another rank may read it right now
-    if (folder / "ending").exists() or not folder.exists():
-        os._exit(1)  # who ends all ranks may have looked for process ids before
-    crash = os.open(folder / f"{rank}.crash", os.O_WRONLY | os.O_CREAT, 0o600)
-    faulthandler.enable(crash)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a collective's end
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def init_process_group(**rendezvous: Any) -> None:
     """Initialise the default group: gloo for tensors on the CPU, nccl for those on a GPU."""
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -147,13 +122,6 @@ def init_process_group(**rendezvous: Any) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", **rendezvous)
     else:
         dist.init_process_group("gloo", **rendezvous)
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write the file in one step: whoever finds it finds all of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -199,32 +167,3 @@ def answer(launcher: Connection, thread: int, folder: Path) -> None:
             launcher.send(where(thread, until=__file__))
     except (EOFError, OSError):
         end_all_ranks(folder)
-
-
-def end_all_ranks(folder: Path) -> None:
-    """End the other ranks, even stopped ones, and the server that they were forked from, which by
-    itself takes seconds to end, with all of torch in it; remove both folders, and end this process.
-
-    Only one rank does this: two could end each other before either had removed the folder.
-    """
-    with ending:  # this rank fails as soon as it loses its connections to the others
-        try:
-            (folder / "ending").touch(exist_ok=False)
-            for pid in [int(file.read_text()) for file in folder.glob("*.pid")]:
-                if pid != os.getpid():
-                    with contextlib.suppress(OSError):  # it has ended by itself
-                        os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-            # In one step: a rank that has just begun finds either "ending" there, or no folder.
-            for left in folder.rename(f"{folder}-ended"), util.get_temp_dir():  # the server's
-                remove(left)
-        finally:
-            os._exit(1)
-
-
-def remove(folder: Path | str) -> None:
-    """Remove a folder in which a rank that has just begun may still be making files."""
-    for _ in range(100):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
-            return
-        time.sleep(0.01)

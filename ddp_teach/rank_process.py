@@ -12,7 +12,8 @@ from functools import cache
 from multiprocessing import util
 from pathlib import Path
 
-from ddp_teach.rank import RETURNED, RUNNING, main, write
+from ddp_teach.folder import write
+from ddp_teach.rank import RETURNED, RUNNING, main
 
 # Ranks are forked from a server that has imported this already. Not from this process: a fork of a
 # process that has threads (any large CPU operation, CUDA) can hang. Not this package: a change of

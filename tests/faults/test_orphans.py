@@ -15,7 +15,8 @@ RANK = """
 import multiprocessing, sys
 from multiprocessing import util
 from pathlib import Path
-from ddp_teach.rank import RUNNING, end_all_ranks, tell, watch_for_death
+from ddp_teach.ending import end_all_ranks, tell, watch_for_death
+from ddp_teach.rank import RUNNING
 
 util.get_temp_dir()
 print("begun", flush=True)

@@ -278,6 +278,21 @@ def test_launches_leave_nothing(launches, tmp_path, monkeypatch):
 
 # Arguments.
 
+
+class Unprintable:
+    """Neither it nor what it raises when it is pickled can be shown as text."""
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+    def __reduce__(self):
+        raise UnprintableError
+
+
+class UnprintableError(Exception):
+    __str__ = Unprintable.__repr__
+
+
 WHOLE, SECONDS = "a whole number from 1 to 256", "a number of seconds above 0"
 BAD = [
     ({"fn": None}, TypeError, "fn must be a function (not its result), got None"),
@@ -318,6 +333,7 @@ UNSENDABLE = [
     ({"args": (LOCK,)}, f"args[0] {SENDABLE} <unlocked _thread.lock"),
     ({"shift": (i for i in ())}, f"kwargs['shift'] {SENDABLE} <generator object"),
     ({"fn": lambda: LOCK}, f"fn {SENDABLE} <function <lambda>"),
+    ({"args": (Unprintable(),)}, f"args[0] {SENDABLE} <test_launch.Unprintable object at"),
 ]
 
 
