@@ -15,16 +15,10 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 
+from ddp_teach.bucket_picture import flow
 from ddp_teach.buckets import Bucket, assign_buckets, bucket_caps
-from ddp_teach.canvas import COLORS, INK, NEUTRAL, PALE, readable_bytes, tint
-from ddp_teach.draw import (
-    all_reduce_picture,
-    all_reduce_rows,
-    bucket_color,
-    bucket_map,
-    bucket_rows,
-    flow,
-)
+from ddp_teach.canvas import COLORS, INK, NEUTRAL, PALE, bucket_color, readable_bytes, tint
+from ddp_teach.draw import all_reduce_picture, all_reduce_rows, bucket_map, bucket_rows
 
 
 def buckets_of(model, cap_mb=None):
