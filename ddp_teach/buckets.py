@@ -8,6 +8,7 @@ decides the order in which a ring all-reduce adds them up, and so the last bit o
 """
 
 import cmath
+import sys
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
@@ -81,7 +82,6 @@ class Bucket:
         self.pending = 0  # gradients still to come in this backward pass
         self.has_gaps = False  # whether pack() found a parameter without a gradient
         self.gives_views = False  # whether the views will become the gradients of this pass
-        self.gave_views = False  # whether they became the gradients of an earlier pass
         self.work: Any = None  # the all-reduce now running; has a method wait()
         self.number = 0  # counts all buckets that were sent over its group, this one included
         self._allocate()
@@ -89,11 +89,24 @@ class Bucket:
     def _allocate(self) -> None:
         members = zip(self.params, self.offsets, strict=True)
         self.layouts = [(p.shape, strides_in_bucket(p), offset) for p, offset in members]
+        self._take_memory()
         self._make_views()
 
-    def _make_views(self) -> None:
+    def _take_memory(self) -> None:
+        self.flat: Any = None  # so that the memory it had can be used again at once
         self.flat = self.params[0].new_empty(self.numel, requires_grad=False)
-        self.views = [self.flat.as_strided(*layout) for layout in self.layouts]
+
+    def _make_views(self) -> None:
+        self.views: Any = [self.flat.as_strided(*layout) for layout in self.layouts]
+
+    def _take_back(self) -> None:
+        """Have memory that nobody else sees: gradients given away are the user's, who may zero them
+        while an all-reduce still runs. Where all were dropped, as zero_grad() does, it is free."""
+        self.views = None
+        # An accelerator's allocator is as fast, and knows which streams still read what was freed.
+        if is_held_elsewhere(self.flat) or not self.flat.is_cpu:
+            self._take_memory()
+        self._make_views()
 
     def is_outdated(self) -> bool:
         """Whether some parameter was moved or converted since the bucket was made."""
@@ -115,11 +128,8 @@ class Bucket:
         ``reciprocal`` multiplies by ``1 / divisor``, as torch's reducer does: for 3 ranks that is
         not the same to the bit as dividing. Call it with gradients switched off.
         """
-        if self.gives_views or self.gave_views:
-            # what was given away is the user's now, who may zero it while an all-reduce still runs
-            self.flat = self.views = None  # so that their memory can be used again at once
-            self._make_views()
-            self.gave_views = False
+        if self.large:
+            self._take_back()
         grads = [p.grad for p in self.params]
         self.has_gaps = any(g is None for g in grads)
         if self.has_gaps:
@@ -138,7 +148,6 @@ class Bucket:
     def unpack(self, leave: Collection[int] = ()) -> None:
         """Make the flat tensor's contents the gradients, except for indices in ``leave``. Call it
         with gradients switched off."""
-        self.gave_views = self.gives_views
         grads, views = [], []
         for i, p, view in zip(self.indices, self.params, self.views, strict=True):
             if i in leave:
@@ -175,6 +184,18 @@ class Bucket:
     def __repr__(self) -> str:
         size = f"{self.numel} x {str(self.flat.dtype).removeprefix('torch.')}"
         return f"Bucket({size}, {self.nbytes} bytes: {', '.join(self.names)})"
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether anything but ``tensor`` has its memory: a view of it, an array, another process."""
+    shared = tensor.is_cpu and tensor.is_shared()
+    return shared or references(tensor) > references(torch.empty(0))
+
+
+def references(tensor: Tensor) -> int:
+    """How many objects refer to the memory of ``tensor``; itself and torch's own are counted."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Buckets: cut as torch cuts them, and flat tensors that hold each gradient where it belongs."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -271,6 +272,61 @@ def test_gradients_that_someone_holds_are_not_changed_by_the_next_pass(size):
     again = one_pass(bucket, params)
     assert all(g.eq(2).all() for g in [*held, *again])
     assert not any(g is h for g in again for h in held)
+
+
+def shared_memory_of(tensor):
+    """The memory of ``tensor`` as another process would see it, without any tie to ``tensor``."""
+    descriptor, nbytes = tensor.untyped_storage()._share_fd_cpu_()
+    storage = torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), nbytes)
+    return torch.empty(0).set_(storage)
+
+
+HOLDS = {
+    "a slice": lambda grad: grad[500:, 3],
+    "an array": lambda grad: grad.numpy(),
+    "its transposed detached self": lambda grad: grad.detach().T,
+    "its storage": lambda grad: grad.untyped_storage(),
+    "another process": shared_memory_of,
+    "a graph": lambda grad: grad * torch.ones((), requires_grad=True),
+}
+
+
+def tensor_of(held):
+    """What ``held``, made by one of ``HOLDS``, holds, as a tensor of its own."""
+    if isinstance(held, torch.UntypedStorage):
+        return torch.empty(0).set_(held)[:10].clone()
+    grad_fn = getattr(held, "grad_fn", None)
+    return torch.as_tensor(held if grad_fn is None else grad_fn._saved_self).clone()
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_whatever_holds_a_part_of_a_gradient_keeps_its_values(hold):
+    params = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(2)]
+    bucket = bucket_of(params)
+    grads = one_pass(bucket, params)
+    held = hold(grads[0])
+    before = tensor_of(held)
+    assert before.eq(2).all()
+    del grads
+    for p in params:
+        p.grad = None
+    one_pass(bucket, params)
+    with torch.no_grad():
+        bucket.flat.fill_(7)
+    assert tensor_of(held).equal(before)
+
+
+def test_memory_of_gradients_that_nobody_holds_is_used_again():
+    params = [nn.Parameter(torch.zeros(1000, 1000)) for _ in range(2)]
+    bucket = bucket_of(params)
+    address = bucket.flat.data_ptr()
+    for _ in range(3):
+        one_pass(bucket, params)
+        assert bucket.flat.data_ptr() == address == params[0].grad.data_ptr()
+        for p in params:
+            p.grad = None
+        # a bucket that had let go of its memory would now get another place
+        torch.empty(bucket.numel).fill_(0)
 
 
 @pytest.mark.parametrize("size", [10, 1000], ids=["small", "large"])
