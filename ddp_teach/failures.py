@@ -18,6 +18,7 @@ FOLLOW_LIMIT = 1.0  # seconds for ranks to fail after another has
 SOURCE_LINE = re.compile(r"^\[[^\]]*\] ")  # of C++ that nobody here has
 CRASHED_IN = re.compile(r'File "(.+?)", line (\d+) in (\S+)')  # as faulthandler writes it
 LAST_WORDS = re.compile(r"^  what\(\):  (.*)", re.MULTILINE)  # of a C++ exception nobody caught
+OWN_REASON, NO_WORDS, LOST_CONNECTION = range(3)  # why a rank failed; the lowest tells the cause
 
 
 class LaunchError(RuntimeError):
@@ -64,25 +65,30 @@ def first_cause(ranks: list["RankProcess"]) -> LaunchError:
     return min(failures, key=lambda failed: failed[0])[1]  # the first one of equals
 
 
-def failure(rank: "RankProcess") -> tuple[bool, LaunchError]:
-    """Whether a dead rank most likely failed because another one had, and its error."""
+def failure(rank: "RankProcess") -> tuple[int, LaunchError]:
+    """Why a dead rank failed, and its error.
+
+    One that C++ has aborted without a word may have lost a connection; one that says so has.
+    """
     code = rank.process.exitcode
     name = f"rank {rank.number}"
     if rank.file("failure").exists():
         told = pickle.loads(rank.file("failure").read_bytes())
         message = f"{name} raised {told['error']}{stack(readers(told['frames']), short_name)}"
-        return told["lost_connection"], LaunchError(message, rank.number, code, told["traceback"])
+        why = LOST_CONNECTION if told["lost_connection"] else OWN_REASON
+        return why, LaunchError(message, rank.number, code, told["traceback"])
     if code < 0:
         message = f"{name} was ended by {signal_name(-code)}"
     else:
         message = f"{name} exited with code {code} before its function returned"
-    aborted = code == -signal.SIGABRT  # C++ gives up, most often over a lost connection
+    aborted = code == -signal.SIGABRT  # most often C++ that gives up
     words = LAST_WORDS.findall(rank.text("out")) if aborted else []
     message += f"\n  C++ said: {SOURCE_LINE.sub('', words[-1])}" if words else ""
     crash = rank.text("crash")
     message += stack(readers(crash_frames(crash)), short_name)
-    lost = aborted and (not words or tells_of_lost_connection(words[-1]))
-    return lost, LaunchError(message, rank.number, code, crash)
+    why = NO_WORDS if aborted and not words else OWN_REASON
+    why = LOST_CONNECTION if words and tells_of_lost_connection(words[-1]) else why
+    return why, LaunchError(message, rank.number, code, crash)
 
 
 def crash_frames(crash: str) -> list[Frame]:

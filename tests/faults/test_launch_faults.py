@@ -41,6 +41,7 @@ CAUSES = {
     "exit": ("exited with code 9 before its function returned", 9),
     "sys.exit": ("raised SystemExit: 3", 1),
     "segfault": ("was ended by SIGSEGV", -signal.SIGSEGV),
+    "SIGABRT": ("was ended by SIGABRT", -signal.SIGABRT),
     "SIGKILL": ("was ended by SIGKILL", -signal.SIGKILL),
     "SIGTERM": ("was ended by SIGTERM", -signal.SIGTERM),
     "SIGINT": ("was ended by SIGINT", -signal.SIGINT),
